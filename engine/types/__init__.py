@@ -1,0 +1,1 @@
+"""The shared vocabulary. Imports nothing else of Flare."""

@@ -1,0 +1,1 @@
+"""The Ray Serve graph: HTTP in, HTTP out."""

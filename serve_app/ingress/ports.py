@@ -1,0 +1,42 @@
+"""What an ingress needs from the rest of the graph, as protocols, so that it runs the same over Ray and in tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Literal, Protocol
+
+from engine.types.events import Update
+from engine.types.request import GenerationRequest, PreparedRequest
+
+Outcome = Literal["completed", "failed", "cancelled"]
+
+
+class PreprocessorPort(Protocol):
+    async def prepare(self, request: GenerationRequest) -> PreparedRequest:
+        """Lowers a request. Raises engine.types.request.RequestError for what is a 400."""
+        ...
+
+
+class Generation(Protocol):
+    """One group being generated. Iterate once; then call `finish` exactly once, whatever happened."""
+
+    def __aiter__(self) -> AsyncIterator[tuple[Update, ...]]:
+        """Batches of updates in order, until every child has ended. Raises protocols.errors.ProtocolError when the
+        engine is lost and the group can't be resubmitted."""
+        ...
+
+    def stop(self, child: int, tokens: int) -> None:
+        """The text of `child` ended (string stop, output failure) after `tokens` tokens; the engine need not go on.
+        The child's `end` update still comes."""
+        ...
+
+    def finish(self, outcomes: tuple[Outcome, ...]) -> None:
+        """Delivery is over, per child: frees the HTTP slots, counts completed and failed, cancels what still runs."""
+        ...
+
+
+class EnginePort(Protocol):
+    async def generate(self, request_id: str, request: PreparedRequest) -> Generation:
+        """Enqueues a group whole. Returns once the engine has acknowledged it (not yet admitted). Raises SlotsExhausted (429),
+        Unavailable (503: queue full, paused, no runtime) or InvalidRequest (more choices than slots exist)."""
+        ...
