@@ -37,6 +37,9 @@ class Generation(Protocol):
 
 class EnginePort(Protocol):
     async def generate(self, request_id: str, request: PreparedRequest) -> Generation:
-        """Enqueues a group whole. Returns once the engine has acknowledged it (not yet admitted). Raises SlotsExhausted (429),
-        Unavailable (503: queue full, paused, no runtime) or InvalidRequest (more choices than slots exist)."""
+        """Enqueues a group whole. Returns once the engine has acknowledged it (not yet admitted).
+
+        Raises SlotsExhausted (429), Unavailable (503: queue full, paused, no runtime) or InvalidRequest (more choices
+        than slots exist).
+        """
         ...
