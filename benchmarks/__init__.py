@@ -1,0 +1,1 @@
+"""Benchmarks: one driver, workloads as data, peers beside us in the same run."""
