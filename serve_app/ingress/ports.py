@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from engine.types.events import Update
 from engine.types.request import GenerationRequest, PreparedRequest
+from engine.types.telemetry import Snapshot
 
 Outcome = Literal["completed", "failed", "cancelled"]
 
@@ -14,6 +15,10 @@ Outcome = Literal["completed", "failed", "cancelled"]
 class PreprocessorPort(Protocol):
     async def prepare(self, request: GenerationRequest) -> PreparedRequest:
         """Lowers a request. Raises engine.types.request.RequestError for what is a 400."""
+        ...
+
+    async def count(self, request: GenerationRequest) -> int:
+        """The exact number of prompt tokens that `prepare` would give, without a generation."""
         ...
 
 
@@ -42,4 +47,17 @@ class EnginePort(Protocol):
         Raises SlotsExhausted (429), Unavailable (503: queue full, paused, no runtime) or InvalidRequest (more choices
         than slots exist).
         """
+        ...
+
+
+class ClusterPort(Protocol):
+    """What discovery, health and metrics ask of the rest of the graph. None of these takes a generation slot, and each
+    answers from memory or within a second."""
+
+    async def health(self) -> str | None:
+        """None while the model runtime is healthy, else what is wrong (rebuilding, or broken)."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """The telemetry hub's sum over all processes. Raises Unavailable when the hub can't be reached."""
         ...
