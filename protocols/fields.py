@@ -75,12 +75,13 @@ StringList = Annotated[list[str], BeforeValidator(_listed)]
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def read(model: type[Model], body: Mapping[str, Any]) -> Model:
-    """Validates `body`. Raises InvalidRequest naming the first offending field."""
+def read(model: type[Model], body: Mapping[str, Any], at: str = "") -> Model:
+    """Validates `body`, which stands at field `at` of the request. Raises InvalidRequest naming the first offending
+    field."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise invalid(error) from None
+        raise invalid(error, at) from None
 
 
 def refuse(field: str, problem: str) -> InvalidRequest:
@@ -88,9 +89,10 @@ def refuse(field: str, problem: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: {problem}", field=field)
 
 
-def invalid(error: ValidationError) -> InvalidRequest:
+def invalid(error: ValidationError, at: str = "") -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
-    return refuse(path(first["loc"]) or "body", _plain(first))
+    loc = (at, *first["loc"]) if at else first["loc"]
+    return refuse(path(loc) or "body", _plain(first))
 
 
 def path(loc: Sequence[int | str]) -> str:

@@ -132,7 +132,10 @@ class TokensObserved:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The engine committed its first token, perhaps one hidden by stop matching or text decoding."""
+    """The engine committed its first token, perhaps one hidden by stop matching or text decoding. `cached`: the
+    choice's reused prompt tokens, for usage reported while it runs."""
+
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
