@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 SamplingField = Literal[
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
@@ -59,9 +59,11 @@ class Recipe:
     default. `module`: the file in `engine.models`; None while the engine can't run the family yet. `syntax`: a
     grammar in `engine.syntax`, or None when the output has neither calls nor reasoning. `template`: file name of our
     own chat template in `engine/recipes/templates`, used when the checkpoint has none; "native:NAME" for an encoder
-    in code. `efforts`: accepted effort levels, weakest first, mapped from the neutral levels by `engine.text.lowering`.
-    `stop_tokens`: strings of tokens that end generation besides the checkpoint's EOS. `assumed`: facts borrowed from
-    a sibling.
+    in code. `thinking_kwargs`: template variables that switch thinking, each with its value for on and for off.
+    `effort_kwarg`: the template variable that takes the effort. `efforts`: accepted effort levels, weakest first,
+    mapped from the neutral levels by `engine.text.effort`. `stop_tokens`: strings of tokens that end generation
+    besides the checkpoint's EOS. `fixed_sampling`: the sampling table is the whole truth; otherwise the checkpoint's
+    generation_config.json and model card fill it (`engine.recipes.sampling`). `assumed`: facts borrowed from a sibling.
     """
 
     name: str
@@ -72,10 +74,13 @@ class Recipe:
     reasoning: ReasoningSyntax | None = None
     tools: bool = False
     template: str | None = None
+    thinking_kwargs: Mapping[str, tuple[Any, Any]] = field(default_factory=lambda: {"enable_thinking": (True, False)})
+    effort_kwarg: str = "reasoning_effort"
     efforts: tuple[str, ...] = ()
     default_effort: str | None = None
     numeric_effort: tuple[int, int] | None = None
     image_profile: str | None = None
     sampling: SamplingTable = SamplingTable()
     stop_tokens: tuple[str, ...] = ()
+    fixed_sampling: bool = True
     assumed: str = ""
