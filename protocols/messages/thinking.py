@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
-from protocols.errors import InvalidRequest
+from protocols.fields import refuse
 
 PREFIX = "flare-thinking-v1:"
 _DAMAGED = 32  # a suffix at least this long is a marker that was changed; a shorter one was never made by Flare
@@ -28,7 +28,4 @@ def check(text: str, signature: str | None, field: str) -> None:
     if signature is None or not signature.startswith(PREFIX):
         return
     if len(signature) - len(PREFIX) >= _DAMAGED and signature != marker(text):
-        raise InvalidRequest(
-            f"{field}: the flare-thinking-v1 signature does not match the thinking; replay thinking blocks unchanged",
-            field=field,
-        )
+        raise refuse(field, "this flare-thinking-v1 signature is not of this text; replay thinking blocks unchanged")
