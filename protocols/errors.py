@@ -63,8 +63,14 @@ class NotFound(ProtocolError):
 
 
 class MethodNotAllowed(ProtocolError):
+    """`allowed`: the methods that the route has."""
+
     status = 405
     type = "invalid_request_error"
+
+    def __init__(self, message: str, *, allowed: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.allowed = tuple(allowed)
 
 
 class RequestTimeout(ProtocolError):

@@ -11,7 +11,7 @@ import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import brotli
 import orjson
@@ -22,6 +22,7 @@ from serve_app.admission import Headers
 from serve_app.jsontext import JsonError, parse_sliced
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Charge = Callable[[int], None]
 Result = TypeVar("Result")
 
 ENCODINGS: Final = ("identity", "gzip", "deflate", "br", "zstd")
@@ -37,10 +38,6 @@ _ZSTD_WINDOW: Final = 8 * 2**20
 
 class ClientGone(Exception):
     """The client disconnected; there is nobody to answer."""
-
-
-class Charge(Protocol):
-    def __call__(self, count: int) -> None: ...
 
 
 def content_encoding(headers: Headers) -> str:

@@ -1,0 +1,28 @@
+"""Which routes belong to which protocol family, and the application made of some of them.
+
+The `full` layout gives each family an application of its own at its prefix; `compact` puts all into one. The root
+application (`openai`) is also where every path without an owner gets its JSON 404.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from serve_app.ingress import admin, messages, openai
+from serve_app.ingress.http import Ingress, Route
+from serve_app.ingress.service import Service
+
+FAMILIES: Final[dict[str, tuple[Callable[[Service], list[Route]], ...]]] = {
+    "openai": (openai.routes, admin.routes),
+    "messages": (messages.routes,),
+}
+"""Family → its routes."""
+PREFIXES: Final[dict[str, str]] = {"openai": "/", "messages": "/v1/messages"}
+"""Family → route prefix of its application in the full layout."""
+
+
+def application(service: Service, families: Iterable[str] = tuple(FAMILIES)) -> Ingress:
+    """The ASGI application of `families`."""
+    routes = [route for family in families for make in FAMILIES[family] for route in make(service)]
+    return Ingress(routes, service.keys, own_request_id=not service.settings.under_serve, on_shutdown=service.close)

@@ -1,0 +1,78 @@
+"""What an ingress process is made of: its ports, its model, its settings, and the bounded places it shares.
+
+Built once by `serve_app.app`; the routes of every family close over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.types.request import GenerationRequest, PreparedPrompt
+from protocols.fields import DecodeLimits
+from serve_app.admission import IngressPool, KeyCheck
+from serve_app.body import Workers
+from serve_app.delivery import Pipeline
+from serve_app.discovery import ModelFacts
+from serve_app.ingress.ports import ClusterPort, EnginePort, PreprocessorPort
+from serve_app.telemetry import Recorder
+
+OpenPipeline = Callable[[PreparedPrompt, GenerationRequest, Callable[[], str]], Pipeline]
+"""Makes the output pipeline of one choice; the last argument draws call ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class IngressSettings:
+    """The part of the settings that an ingress needs. `under_serve`: Ray Serve adds the x-request-id header.
+    `body_idle_seconds`: how long an upload may stand still. `pool_bytes`: bodies held at the same time, in bytes."""
+
+    api_key: str = field(default="", repr=False)
+    max_body_bytes: int = 32 * 2**20
+    keepalive_seconds: float = 15.0
+    body_idle_seconds: float = 30.0
+    request_pool: int = 256
+    pool_bytes: int = 512 * 2**20
+    workers: int = 2
+    under_serve: bool = True
+
+
+class Service:
+    """Everything the routes of one ingress process share."""
+
+    def __init__(
+        self,
+        *,
+        settings: IngressSettings,
+        facts: ModelFacts,
+        limits: DecodeLimits,
+        preprocessor: PreprocessorPort,
+        engine: EnginePort,
+        cluster: ClusterPort,
+        open_pipeline: OpenPipeline,
+        token_bytes: Callable[[int], bytes],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.settings = settings
+        self.facts = facts
+        self.limits = limits
+        self.preprocessor = preprocessor
+        self.engine = engine
+        self.cluster = cluster
+        self.open_pipeline = open_pipeline
+        self.token_bytes: Any = token_bytes
+        self.recorder = recorder or Recorder("ingress")
+        self.keys = KeyCheck(settings.api_key)
+        self.pool = IngressPool(settings.request_pool, settings.pool_bytes)
+        self.workers = Workers(settings.workers)
+        self._identity: tuple[str, int] | None = None
+
+    async def identity(self) -> tuple[str, int]:
+        """The server's instance id and creation time, the same in every ingress; asked once. Raises Unavailable."""
+        if self._identity is None:
+            snapshot = await self.cluster.snapshot()
+            self._identity = snapshot["instance"], snapshot["created"]
+        return self._identity
+
+    async def close(self) -> None:
+        self.workers.close()
