@@ -1,0 +1,116 @@
+"""Sampling: raw logits to token ids, exact, seeded, and the same in any batch.
+
+Order: penalties, temperature, grammar mask and banned ids, top-k, top-p, min-p, then Gumbel arg-max. The noise of a
+token is hashed from (seed, position, token id), so a result depends on nothing but its own row. Nothing sorts a
+vocabulary, and noise is drawn only for ids that survive the filters. What each slot needs is in `sampling_state`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.execution.candidates import by_candidates
+from engine.execution.noise import noise_keys
+from engine.execution.sampling_rows import Bans, Mask, Part, Penalties, SamplingRows
+from engine.execution.selection import block_maxima
+from engine.execution.thresholds import by_threshold, plain
+
+__all__ = ["Bans", "Mask", "Penalties", "Sampled", "SamplingRows", "sample"]
+
+NOT_FINITE_TEXT = "the model's logits were not finite"
+NOTHING_ALLOWED_TEXT = "the output constraint allows no token here"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """`ids` [rows] int64 and `state` [rows] int8: 0 sampled, 1 logits not finite, 2 nothing allowed."""
+
+    ids: Tensor
+    state: Tensor
+
+    def failures(self) -> dict[int, str]:
+        """row → what went wrong. Waits for the device."""
+        texts = {1: NOT_FINITE_TEXT, 2: NOTHING_ALLOWED_TEXT}
+        return {row: texts[state] for row, state in enumerate(self.state.tolist()) if state}
+
+
+def sample(logits: Tensor, rows: SamplingRows, mask: Mask | None = None) -> Sampled:
+    """Samples one id for each row of raw float32 `logits` [rows, vocab], which stay unchanged.
+
+    On a CUDA device nothing waits for the host. A row whose logits aren't finite, or whose mask allows nothing,
+    yields some id and a state that says so.
+    """
+    raw_maxima = block_maxima(logits)
+    finite = torch.isfinite(raw_maxima.amax(1))
+    working = _transformed(logits, rows, mask)
+    maxima = raw_maxima if working is logits else block_maxima(working)
+    peak = maxima.amax(1)
+    part = Part(working, maxima, peak, rows, noise_keys(rows.seed, rows.position))
+    ids = _on_accelerator(part) if logits.is_cuda else _on_cpu(part)
+    state = torch.where(finite, torch.where(torch.isneginf(peak), 2, 0), 1).to(torch.int8)
+    return Sampled(ids, state)
+
+
+def _on_accelerator(part: Part) -> Tensor:
+    ids = torch.zeros(len(part.logits), dtype=torch.int64, device=part.logits.device)
+    for chosen, pick in ((part.rows.filtered, by_threshold), (part.rows.plain, plain)):
+        if len(chosen) == len(ids):
+            return pick(part)
+        if chosen:
+            index = torch.tensor(chosen, device=ids.device)
+            ids[index] = pick(part.only(index))
+    return ids
+
+
+def _on_cpu(part: Part) -> Tensor:
+    """Takes few enough rows at once that their temporaries stay in the cache; rows that can't be sampled stay out of
+    the candidate search, whose bounds would be NaN."""
+    good = torch.isfinite(part.peak).nonzero()[:, 0]
+    size = max(1, (1 << 20) // part.logits.shape[1])
+    if len(good) == len(part.logits) <= size:
+        return by_candidates(part)
+    ids = torch.zeros(len(part.logits), dtype=torch.int64)
+    for start in range(0, len(good), size):
+        index = good[start : start + size]
+        ids[index] = by_candidates(part.only(index))
+    return ids
+
+
+def _transformed(logits: Tensor, rows: SamplingRows, mask: Mask | None) -> Tensor:
+    """Logits after penalties, mask and bans; a copy only if some row needs one. Temperature is applied later, to
+    distances from the maximum, which keeps small temperatures exact."""
+    if rows.penalties is None and rows.bans is None and mask is None:
+        return logits
+    working = logits.clone()
+    if rows.penalties is not None:
+        penalties = rows.penalties
+        working[penalties.rows] = _penalised(working[penalties.rows], penalties)
+    if mask is not None:
+        allowed = _allowed(mask.words, logits.shape[1])
+        working[mask.rows] = working[mask.rows].masked_fill_(~allowed, -torch.inf)
+    if rows.bans is not None:
+        bans = rows.bans
+        banned = rows.position[bans.rows] < bans.until
+        current = working[bans.rows, bans.ids]
+        working[bans.rows, bans.ids] = torch.where(banned, -torch.inf, current)
+    return working
+
+
+def _penalised(logits: Tensor, penalties: Penalties) -> Tensor:
+    """Repetition (prompt and output) divides positive and multiplies negative logits; presence and frequency count
+    the output alone."""
+    generated = penalties.counts > 0
+    factor = torch.where(penalties.in_prompt | generated, penalties.repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - penalties.frequency[:, None] * penalties.counts - penalties.presence[:, None] * generated
+
+
+def _allowed(words: Tensor, width: int) -> Tensor:
+    """Bits [n, width] of mask words [n, words]."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = ((words[:, :, None] >> shifts) & 1).flatten(1).bool()[:, :width]
+    missing = width - bits.shape[1]
+    return torch.nn.functional.pad(bits, (0, missing)) if missing else bits

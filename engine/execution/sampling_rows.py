@@ -1,0 +1,87 @@
+"""The rows of one sampling call: parameters, penalties, bans and masks, all tensors on the logits' device.
+
+Owns the shapes that `sampling_state` cuts, the runner completes with masks, and `sampler` and its two ways read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """For the rows in `rows` (host list and device ids): whether an id is in the prompt [n, vocab] bool, how often
+    it was generated [n, vocab] int32, and the three penalties [n] float32."""
+
+    rows: Tensor
+    in_prompt: Tensor
+    counts: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bans:
+    """(row, id) pairs that can't be sampled while the row's position is below `until` [pairs]."""
+
+    rows: Tensor
+    ids: Tensor
+    until: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """What sampling needs of each row, on the logits' device.
+
+    `temperature`, `top_p`, `min_p` [rows] float32; `top_k` [rows] int64, as many as the vocabulary when disabled;
+    `seed` (the unsigned 64-bit number's bit pattern) and `position` (absolute, of the token to sample) [rows] int64.
+    `filtered` and `plain` split the row numbers by whether a filter is on, known without asking the device.
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
+    seed: Tensor
+    position: Tensor
+    filtered: tuple[int, ...] = ()
+    plain: tuple[int, ...] = ()
+    penalties: Penalties | None = None
+    bans: Bans | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Grammar masks: `words` [n, words] int32, bit set = allowed, ids beyond the words forbidden; `rows` [n] int64."""
+
+    rows: Tensor
+    words: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows on their way to an id: logits [rows, vocab], their block maxima and maximum, parameters, noise keys."""
+
+    logits: Tensor
+    maxima: Tensor
+    peak: Tensor
+    rows: SamplingRows
+    keys: Tensor
+
+    def only(self, index: Tensor) -> Part:
+        rows = SamplingRows(
+            self.rows.temperature[index],
+            self.rows.top_p[index],
+            self.rows.top_k[index],
+            self.rows.min_p[index],
+            self.rows.seed[index],
+            self.rows.position[index],
+        )
+        return Part(self.logits[index], self.maxima[index], self.peak[index], rows, self.keys[index])
+
+    def gaps(self, logits: Tensor) -> Tensor:
+        """Distances [rows, …] >= 0 below each row's maximum, in units of its temperature."""
+        return (self.peak[:, None] - logits).div_(self.rows.temperature[:, None])

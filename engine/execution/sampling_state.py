@@ -1,0 +1,121 @@
+"""What sampling needs of every slot, bound once from a SlotSetup and kept on the device.
+
+Owns the slots' sampling parameters, penalty counts and banned ids, and cuts a step's rows from them. Costs memory of
+the vocabulary's size only once some slot has penalties. Leaves the arithmetic to `sampler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.noise import signed
+from engine.execution.sampling_rows import Bans, Penalties, SamplingRows
+from engine.scheduler.step import SlotSetup
+from engine.types.request import SamplingParams
+
+
+class SamplingState:
+    """Sampling state of `slots` slots over a vocabulary of `vocab` ids on `device`."""
+
+    def __init__(self, slots: int, vocab: int, device: torch.device | str = "cpu") -> None:
+        self._vocab = vocab
+        self._device = torch.device(device)
+        # temperature, top_p, min_p, repetition, presence, frequency
+        self._numbers = torch.ones(slots, 6, dtype=torch.float32, device=self._device)
+        # top_k, seed
+        self._integers = torch.zeros(slots, 2, dtype=torch.int64, device=self._device)
+        self._filtered = [False] * slots
+        self._penalised = [False] * slots
+        self._bans: list[tuple[int, tuple[int, ...]]] = [(0, ())] * slots
+        self._in_prompt: Tensor | None = None
+        self._counts: Tensor | None = None
+
+    def bind(self, setup: SlotSetup) -> None:
+        """Takes over `setup`; whatever the slot held before is gone. `setup.prompt` past `prompt_length` counts as
+        output already generated."""
+        sampling, slot = setup.sampling, setup.slot
+        numbers = (
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+        top_k = sampling.top_k if 0 < sampling.top_k < self._vocab else self._vocab
+        self._numbers[slot] = torch.tensor(numbers, dtype=torch.float32)
+        self._integers[slot] = torch.tensor((top_k, signed(sampling.seed)), dtype=torch.int64)
+        self._filtered[slot] = top_k < self._vocab or sampling.top_p < 1 or sampling.min_p > 0
+        self._penalised[slot] = needs_counts(sampling)
+        self._bans[slot] = (setup.banned_until, setup.banned_ids)
+        if self._penalised[slot]:
+            self._count_prompt(setup)
+
+    def release(self, slot: int) -> None:
+        """Forgets the slot; its rows in steps still in flight sample something that nobody reads."""
+        self._penalised[slot] = False
+        self._bans[slot] = (0, ())
+
+    def rows(self, slots: Sequence[int], positions: Tensor) -> SamplingRows:
+        """The rows of a step that sample, in this order; `positions` [rows] int64 are those of the tokens to sample."""
+        index = torch.tensor(slots, dtype=torch.int64, device=self._device)
+        numbers, integers = self._numbers[index], self._integers[index]
+        filtered = [self._filtered[slot] for slot in slots]
+        return SamplingRows(
+            temperature=numbers[:, 0],
+            top_p=numbers[:, 1],
+            top_k=integers[:, 0],
+            min_p=numbers[:, 2],
+            seed=integers[:, 1],
+            position=positions,
+            filtered=tuple(row for row, on in enumerate(filtered) if on),
+            plain=tuple(row for row, on in enumerate(filtered) if not on),
+            penalties=self._penalties(slots, numbers),
+            bans=self._banned(slots),
+        )
+
+    def observe(self, slots: Sequence[int], ids: Tensor) -> None:
+        """Counts the committed `ids` [rows] (sampled or forced) of `slots` that have penalties."""
+        rows = [row for row, slot in enumerate(slots) if self._penalised[slot]]
+        if rows and self._counts is not None:
+            where = torch.tensor([slots[row] for row in rows], device=self._device)
+            one = torch.ones(len(rows), dtype=torch.int32, device=self._device)
+            counted = ids[torch.tensor(rows, device=self._device)]
+            self._counts.index_put_((where, counted), one, accumulate=True)
+
+    def _count_prompt(self, setup: SlotSetup) -> None:
+        if self._in_prompt is None or self._counts is None:
+            shape = (len(self._filtered), self._vocab)
+            self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        ids = np.frombuffer(setup.prompt, dtype="<i4").astype(np.int64)
+        prompt = torch.from_numpy(np.unique(ids[: setup.prompt_length])).to(self._device)
+        output = torch.from_numpy(np.bincount(ids[setup.prompt_length :], minlength=self._vocab).astype(np.int32))
+        self._in_prompt[setup.slot] = False
+        self._in_prompt[setup.slot, prompt] = True
+        self._counts[setup.slot] = output.to(self._device)
+
+    def _penalties(self, slots: Sequence[int], numbers: Tensor) -> Penalties | None:
+        rows = [row for row, slot in enumerate(slots) if self._penalised[slot]]
+        if not rows or self._in_prompt is None or self._counts is None:
+            return None
+        index = torch.tensor(rows, device=self._device)
+        where = torch.tensor([slots[row] for row in rows], device=self._device)
+        chosen = numbers[index]
+        return Penalties(index, self._in_prompt[where], self._counts[where], chosen[:, 3], chosen[:, 4], chosen[:, 5])
+
+    def _banned(self, slots: Sequence[int]) -> Bans | None:
+        triples = [(row, token, self._bans[slot][0]) for row, slot in enumerate(slots) for token in self._bans[slot][1]]
+        if not triples:
+            return None
+        rows, ids, until = torch.tensor(triples, dtype=torch.int64, device=self._device).unbind(1)
+        return Bans(rows, ids, until)
+
+
+def needs_counts(sampling: SamplingParams) -> bool:
+    """Whether a penalty is on, so that SlotSetup must carry the prompt's ids."""
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
