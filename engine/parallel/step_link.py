@@ -18,7 +18,7 @@ import struct
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -170,8 +170,9 @@ class StepListener:
     ) -> None:
         self.close()
 
-    def accept(self, timeout: float) -> LinkedRanks:
-        """Waits until every rank has dialled in. Raises RankGroupFailed naming the missing ranks."""
+    def accept(self, timeout: float, died: Callable[[], str] = str) -> LinkedRanks:
+        """Waits until every rank has dialled in. `died` is asked several times a second why a rank can't come, ""
+        while all may. Raises RankGroupFailed naming the missing ranks."""
         deadline = time.monotonic() + timeout
         found: dict[int, socket.socket] = {}
         with selectors.DefaultSelector() as selector:
@@ -179,12 +180,13 @@ class StepListener:
                 selector.register(server, selectors.EVENT_READ)
             while len(found) < self.size:
                 left = deadline - time.monotonic()
-                ready = selector.select(max(left, 0.0))
-                if not ready:
+                ready = selector.select(min(max(left, 0.0), 0.2))
+                reason = died()
+                if reason or (not ready and left <= 0):
                     for sock in found.values():
                         sock.close()
                     missing = sorted(set(range(self.size)) - set(found))
-                    raise RankGroupFailed(f"ranks {missing} did not connect within {timeout:g} s")
+                    raise RankGroupFailed(reason or f"ranks {missing} did not connect within {timeout:g} s")
                 for key, _ in ready:
                     server_socket = key.fileobj
                     assert isinstance(server_socket, socket.socket)
