@@ -188,7 +188,12 @@ _ALL: Final = (
         model_types=("muse_spark", "muse_spark_text"),
         syntax="muse",
         reasoning=ReasoningSyntax(
-            open=" to=self<|message|>", close="<|eom|>", single_token_close=False, default_on=True, can_disable=False
+            open=" to=self<|message|>",
+            close="<|eom|>",
+            single_token_close=False,
+            default_on=True,
+            can_disable=False,
+            header=True,
         ),
         tools=True,
         template="muse_spark.jinja",
@@ -234,7 +239,7 @@ _ALL: Final = (
         fixed_sampling=False,
     ),
     Recipe(name="gemma3", model_types=("gemma3", "gemma3_text"), fixed_sampling=False),
-    Recipe(name="generic", fixed_sampling=False),
+    Recipe(name="generic", efforts=("minimal", "low", "medium", "high", "xhigh", "max"), fixed_sampling=False),
 )
 
 RECIPES: Final[Mapping[str, Recipe]] = {recipe.name: recipe for recipe in _ALL}

@@ -44,13 +44,15 @@ class SamplingTable:
 class ReasoningSyntax:
     """How reasoning is delimited. `close` is one vocabulary token exactly when `hard_budget` is possible.
     `default_on`: generated text starts inside reasoning unless the request turns thinking off; `can_disable`
-    tells whether it may."""
+    tells whether it may. `header`: the generated text opens with a header that says what follows, so it counts as
+    reasoning until the header says otherwise."""
 
     open: str
     close: str
     single_token_close: bool
     default_on: bool
     can_disable: bool
+    header: bool = False
 
 
 @dataclass(frozen=True, slots=True)

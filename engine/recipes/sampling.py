@@ -1,7 +1,8 @@
-"""Sampling tables of a loaded model: the recipe's own, the checkpoint's, and an operator's override.
+"""Sampling tables of a loaded model: the recipe's own, or what its checkpoint recommends.
 
 The API document's recipes keep their table exactly. Other models take defaults from generation_config.json, else
-from their model card, and declare wide ranges. An operator's explicit setting wins over either, once it is checked.
+from their model card, and declare wide ranges. Whatever is in force in the end, an operator's changes included, must
+pass `check`.
 """
 
 from __future__ import annotations
@@ -72,41 +73,6 @@ def wide_ranges(vocab_size: int) -> dict[SamplingField, tuple[float, float]]:
     }
 
 
-def override(
-    table: SamplingTable,
-    defaults: Mapping[str, Any],
-    ranges: Mapping[str, Any],
-) -> SamplingTable:
-    """`table` with an operator's `defaults` (sampling fields and `seed`) and `ranges` (field → (min, max), or None to
-    fix the field). Raises ValueError naming the key for unknown fields and for what `check` refuses."""
-    values: dict[str, Any] = {}
-    for key, value in defaults.items():
-        if key == "seed":
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise ValueError(f"sampling.seed must be an unsigned integer or null, not {value!r}")
-            values[key] = value
-        elif key not in SAMPLING_FIELDS:
-            raise ValueError(f"sampling.{key} is not a sampling parameter")
-        else:
-            values[key] = _number(f"sampling.{key}", value, whole=key == "top_k")
-    if values.get("top_k") == 0:
-        values["top_k"] = -1
-    merged = dict(table.ranges)
-    for key, bounds in ranges.items():
-        if key not in SAMPLING_FIELDS:
-            raise ValueError(f"sampling_ranges.{key} is not a sampling parameter")
-        if bounds is None:
-            merged.pop(key, None)
-            continue
-        if not isinstance(bounds, list | tuple) or len(bounds) != 2:
-            raise ValueError(f"sampling_ranges.{key} must be a pair (minimum, maximum)")
-        low, high = (_number(f"sampling_ranges.{key}", bound, whole=key == "top_k") for bound in bounds)
-        merged[key] = (low, high)
-    result = replace(table, **values, ranges=merged)
-    check(result)
-    return result
-
-
 def check(table: SamplingTable) -> None:
     """Raises ValueError naming the field unless every default is valid and inside its range, and every range holds
     only valid sampler values (temperature and top-p positive)."""
@@ -126,14 +92,6 @@ def check(table: SamplingTable) -> None:
 def _valid(name: SamplingField, value: float) -> bool:
     low, high = _VALID[name]
     return math.isfinite(value) and low <= value <= high and (name != "top_k" or float(value).is_integer())
-
-
-def _number(key: str, value: Any, *, whole: bool) -> float | int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{key} must be a number, not {value!r}")
-    if whole and not isinstance(value, int):
-        raise ValueError(f"{key} must be an integer, not {value!r}")
-    return value
 
 
 def _card(model_id: str, config: Mapping[str, Any]) -> Mapping[SamplingField, float]:
