@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.types.events import SemanticEvent
+from engine.types.request import SamplingParams
 from protocols.errors import ProtocolError
 
 
@@ -19,7 +20,7 @@ class ResponseContext:
     """What an encoder needs besides the request. `created`: Unix seconds. `token_text(id)` and `token_bytes(id)` come
     from the model's token table. `prompt_tokens`: per prompt, the prepared lengths. `prompt_ids`: the same prompts'
     ids, kept only when the request asked for them. `echo_texts`: per prompt, with `echo`. `images`: image tokens of
-    the prompt."""
+    the prompt. `sampling`: what is in force for the first choice, after defaults and clamping."""
 
     request_id: str
     model: str
@@ -29,6 +30,7 @@ class ResponseContext:
     prompt_ids: tuple[tuple[int, ...], ...] = ()
     echo_texts: tuple[str, ...] = ()
     image_tokens: int = 0
+    sampling: SamplingParams | None = None
 
 
 class Encoder(Protocol):
