@@ -136,6 +136,7 @@ def _response(
         prompt_ids=tuple(tuple(child.token_ids.tolist()) for child in firsts) if decoded.prompt_ids else (),
         echo_texts=prepared.echo_texts,
         image_tokens=sum(image.length for image in firsts[0].images),
+        sampling=firsts[0].sampling,
     )
     seconds = service.recorder.first_response
     arrived = request.arrived

@@ -243,7 +243,7 @@ def test_every_key_of_the_response_object() -> None:
         _, frames = run(SCENARIOS[name].events, tools=[FUNCTION])
         for _, data in events(frames):
             if "response" in data:
-                assert REQUIRED_KEYS <= data["response"].keys()
+                assert data["response"].keys() >= REQUIRED_KEYS
                 assert {"description", "parameters", "strict"} <= data["response"]["tools"][0].keys()
 
 
