@@ -137,7 +137,7 @@ def read_gguf(path: Path) -> GgufFile:
     """Parses header, metadata and tensor directory; reads no tensor data. Raises WeightsError."""
     try:
         size = path.stat().st_size
-        data = memoryview(np.memmap(path, dtype=np.uint8, mode="r")) if size else memoryview(b"")
+        data = np.memmap(path, dtype=np.uint8, mode="r").data if size else memoryview(b"")
     except OSError as error:
         raise WeightsError(f"can't read {path}: {error.strerror}") from error
     cursor = _Cursor(path, data)
@@ -154,17 +154,17 @@ def read_gguf(path: Path) -> GgufFile:
     entries = [_directory_entry(cursor) for _ in range(tensor_count)]
     alignment = int(metadata.get("general.alignment", 32)) or 32
     start = -(-cursor.at // alignment) * alignment
-    return GgufFile(path, metadata, {name: _locate(path, size, start, *rest) for name, *rest in entries})
+    return GgufFile(path, metadata, {entry[0]: _locate(path, size, start, *entry) for entry in entries})
 
 
-def _directory_entry(cursor: _Cursor) -> tuple[str, str, int, tuple[int, ...], int]:
+def _directory_entry(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
     name = cursor.text()
     dims = cursor.scalar("I")
     if dims > 4:
         raise WeightsError(f"{cursor.path.name} is corrupt: tensor {name} has {dims} dimensions")
     shape = tuple(reversed([cursor.scalar("Q") for _ in range(dims)]))
     kind, offset = cursor.scalar("I"), cursor.scalar("Q")
-    return name, name, kind, shape, offset
+    return name, kind, shape, offset
 
 
 def _locate(path: Path, size: int, start: int, name: str, kind: int, shape: tuple[int, ...], offset: int) -> GgufTensor:
@@ -233,11 +233,12 @@ def _q8_0(raw: NDArray[np.uint8]) -> Unpacked:
 
 def _q4_k(raw: NDArray[np.uint8]) -> Unpacked:
     packed = raw[:, 4:16]
-    low, high = packed[:, 0:4], packed[:, 4:8]
-    scales = np.concatenate((low & 63, (packed[:, 8:12] & 15) | (low >> 6 << 4)), axis=1)
-    minima = np.concatenate((high & 63, (packed[:, 8:12] >> 4) | (high >> 6 << 4)), axis=1)
-    codes = _nibbles(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256)
-    return codes, _half(raw, 0) * scales.astype(np.float32), -(_half(raw, 2) * minima.astype(np.float32))
+    low, high, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    sixths = np.concatenate((low & 63, (rest & 15) | (low >> 6 << 4)), axis=1).astype(np.float32)
+    minima = np.concatenate((high & 63, (rest >> 4) | (high >> 6 << 4)), axis=1).astype(np.float32)
+    scales: NDArray[np.float32] = (_half(raw, 0) * sixths).astype(np.float32)
+    zeros: NDArray[np.float32] = (-(_half(raw, 2) * minima)).astype(np.float32)
+    return _nibbles(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256).astype(np.uint8), scales, zeros
 
 
 def _q6_k(raw: NDArray[np.uint8]) -> Unpacked:
@@ -245,9 +246,10 @@ def _q6_k(raw: NDArray[np.uint8]) -> Unpacked:
     high = raw[:, 128:192].reshape(-1, 2, 1, 32)
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
     nibbles = np.concatenate((low & 15, low >> 4), axis=2)
-    codes = (nibbles | ((high >> shifts & 3) << 4)).reshape(-1, 256)
-    scales = _half(raw, 208) * np.ascontiguousarray(raw[:, 192:208]).view(np.int8).astype(np.float32)
-    return codes, scales, scales * np.float32(-32)
+    codes = (nibbles | ((high >> shifts & 3) << 4)).reshape(-1, 256).astype(np.uint8)
+    sixteenths = np.ascontiguousarray(raw[:, 192:208]).view(np.int8).astype(np.float32)
+    scales: NDArray[np.float32] = (_half(raw, 208) * sixteenths).astype(np.float32)
+    return codes, scales, (scales * np.float32(-32)).astype(np.float32)
 
 
 _FORMATS = {

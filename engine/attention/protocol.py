@@ -1,0 +1,137 @@
+"""The attention seam: what a backend can do, what it is told of a step, and the paged pool it works on.
+
+A backend writes the step's keys and values into the pool and attends over each row's pages. Pages are named by the
+scheduler; page `pages` (one past the last) is padding: finite, written by padded rows, read by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Metadata = Any
+"""What a backend's `prepare` made for its own `forward`."""
+
+
+class AttentionUnavailable(RuntimeError):
+    """A backend that was asked for by name can't serve this model here. The message names what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a model asks of its attention on this rank."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    page_tokens: int
+    invariant: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend declares. Empty `head_dims` or `dtypes`: any."""
+
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...] = ()
+    head_dims: tuple[int, ...] = ()
+    page_multiple: int = 1
+    invariant: bool = False
+
+    def missing(self, needs: Needs) -> list[str]:
+        """What `needs` asks beyond this, in words."""
+        found = []
+        if needs.device not in self.devices:
+            found.append(f"device {needs.device} (has {', '.join(self.devices)})")
+        if self.dtypes and needs.dtype not in self.dtypes:
+            found.append(f"dtype {needs.dtype}")
+        if self.head_dims and needs.head_dim not in self.head_dims:
+            found.append(f"head size {needs.head_dim} (has {', '.join(map(str, self.head_dims))})")
+        if needs.page_tokens % self.page_multiple:
+            found.append(f"pages of {needs.page_tokens} tokens (needs a multiple of {self.page_multiple})")
+        if needs.invariant and not self.invariant:
+            found.append("invariant numerics")
+        return found
+
+
+class KvPool:
+    """Keys and values of all layers: each [layers, pages + 1, page tokens, kv heads, head dim]."""
+
+    def __init__(self, pages: int, needs: Needs, device: torch.device) -> None:
+        self.pages, self.page_tokens = pages, needs.page_tokens
+        shape = (needs.layers, pages + 1, needs.page_tokens, needs.kv_heads, needs.head_dim)
+        self.keys = torch.zeros(shape, dtype=needs.dtype, device=device)
+        self.values = torch.zeros(shape, dtype=needs.dtype, device=device)
+
+    @staticmethod
+    def page_bytes(needs: Needs) -> int:
+        """Bytes of one page over all layers."""
+        return 2 * needs.layers * needs.page_tokens * needs.kv_heads * needs.head_dim * needs.dtype.itemsize
+
+    def copy(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """Copies whole pages, (source, destination) each."""
+        source, target = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
+        for side in (self.keys, self.values):
+            side[:, target] = side[:, source]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """`count` consecutive positions of one slot from `start`; its rows begin at `offset` in the step's rows."""
+
+    slot: int
+    start: int
+    count: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of one step. `rows`: how many, padding rows at the end included. `tables`: page ids int32
+    [slots, most pages], host side; `device_tables` the same on the device. `writes`: flat pool positions
+    (page * page tokens + offset) int64 [rows] on the device, padding rows in the padding page."""
+
+    queries: Sequence[Query]
+    rows: int
+    tables: NDArray[np.int32]
+    device_tables: Tensor
+    writes: Tensor
+
+
+class AttentionBackend(Protocol):
+    """One way to attend. Stateless between steps but for caches of its own."""
+
+    name: str
+    capabilities: Capabilities
+
+    def prepare(self, batch: Batch) -> Metadata: ...
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, layer: int, metadata: Metadata) -> Tensor:
+        """Writes `key` and `value` [rows, kv heads, dim] to the pool and attends with `query` [rows, heads, dim],
+        causally over each row's slot: [rows, heads * dim]. Padding rows give anything finite."""
+        ...
+
+
+def store(pool: KvPool, layer: int, writes: Tensor, key: Tensor, value: Tensor) -> None:
+    """Puts rows [rows, kv heads, dim] at flat pool positions `writes`."""
+    pool.keys[layer].flatten(0, 1).index_copy_(0, writes, key)
+    pool.values[layer].flatten(0, 1).index_copy_(0, writes, value)
+
+
+def flat_positions(table: NDArray[np.int32], length: int, padded: int, pool: KvPool) -> NDArray[np.int64]:
+    """Flat pool positions int64 [padded] of a slot's positions 0 … length - 1; the rest lie in the padding page, so
+    that what a former owner left in a page (perhaps NaN) is never read."""
+    size = pool.page_tokens
+    position = np.arange(padded, dtype=np.int64)
+    flat = np.full(padded, pool.pages * size, dtype=np.int64)
+    flat[:length] = table[position[:length] // size].astype(np.int64) * size + position[:length] % size
+    return flat

@@ -1,0 +1,52 @@
+"""Attention in plain torch, one request at a time in float32: the oracle that the other backends are held to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.protocol import Batch, Capabilities, KvPool, Query, flat_positions, store
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceMetadata:
+    """Per query its pool positions int64 [start + count]."""
+
+    queries: list[tuple[Query, Tensor]]
+    writes: Tensor
+
+
+class ReferenceAttention:
+    """softmax(q kᵀ / sqrt(dim)) v over each slot's own positions, causally."""
+
+    name = "reference"
+    capabilities = Capabilities(devices=("cpu", "cuda"))
+
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+
+    def prepare(self, batch: Batch) -> ReferenceMetadata:
+        found = []
+        for query in batch.queries:
+            length = query.start + query.count
+            flat = flat_positions(batch.tables[query.slot], length, length, self._pool)
+            found.append((query, torch.from_numpy(flat).to(batch.writes.device)))
+        return ReferenceMetadata(found, batch.writes)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, layer: int, metadata: ReferenceMetadata) -> Tensor:
+        store(self._pool, layer, metadata.writes, key, value)
+        out = torch.zeros_like(query)
+        keys, values = self._pool.keys[layer].flatten(0, 1), self._pool.values[layer].flatten(0, 1)
+        group = query.shape[1] // key.shape[1]
+        for part, flat in metadata.queries:
+            window = slice(part.offset, part.offset + part.count)
+            k = keys[flat].float().repeat_interleave(group, dim=1)
+            v = values[flat].float().repeat_interleave(group, dim=1)
+            scores = torch.einsum("qhd,khd->hqk", query[window].float(), k) * query.shape[2] ** -0.5
+            position = torch.arange(part.start, part.start + part.count, device=query.device)
+            future = torch.arange(len(flat), device=query.device)[None] > position[:, None]
+            weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+            out[window] = torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
+        return out.flatten(1)

@@ -1,0 +1,208 @@
+"""Llama and its close relatives: RMS norm, rotary embedding, grouped-query attention, SwiGLU.
+
+One dense decoder with three switches found in the checkpoint itself: query/key norms (Qwen3), q/k/v biases (Qwen2)
+and a head size of its own. Knows neither requests nor pages: attention and collectives are handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.attention.protocol import AttentionBackend, Metadata
+from engine.models.errors import WeightsError
+from engine.models.layers import (
+    AnyLinear,
+    Precision,
+    RmsNorm,
+    Rope,
+    kv_share,
+    linear,
+    rope_frequencies,
+    rotate,
+    share,
+)
+from engine.models.weights import Weight, WeightSource, columns, dense, rows
+from engine.parallel.collectives import Collectives
+from engine.scheduler.step import SlotSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes that `config.json` declares."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    eps: float
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Shape:
+        """Raises WeightsError naming a missing field, or an activation other than SiLU."""
+        try:
+            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+            shape = cls(
+                hidden=hidden,
+                layers=int(config["num_hidden_layers"]),
+                heads=heads,
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or hidden // heads),
+                intermediate=int(config["intermediate_size"]),
+                vocab=int(config["vocab_size"]),
+                eps=float(config.get("rms_norm_eps", 1e-6)),
+            )
+        except KeyError as error:
+            raise WeightsError(f"the model's config has no {error.args[0]}") from error
+        activation = config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise WeightsError(f"activation {activation!r} is not supported by the llama module; supported: silu")
+        if config.get("use_sliding_window") and config.get("sliding_window"):
+            raise WeightsError("sliding-window attention is not supported by the llama module")
+        return shape
+
+
+class Layer:
+    """One decoder layer's share of one rank."""
+
+    def __init__(self, source: WeightSource, index: int, shape: Shape, precision: Precision, group: Collectives):
+        prefix, width = f"model.layers.{index}.", shape.head_dim
+        query = share(shape.heads, group.rank, group.size, "attention heads")
+        kv = kv_share(shape.kv_heads, group.rank, group.size)
+        inner = share(shape.intermediate, group.rank, group.size, "intermediate features")
+        self._split = [query.count * width, kv.count * width, kv.count * width]
+        self._heads, self._kv_heads, self._dim = query.count, kv.count, width
+
+        def heads_of(name: str, total: int, part: tuple[int, int]) -> tuple[Weight, Tensor | None]:
+            full = f"{prefix}self_attn.{name}_proj"
+            weight = rows(source.get(full + ".weight", (total * width, shape.hidden)), part[0] * width, part[1] * width)
+            if not source.has(full + ".bias"):
+                return weight, None
+            bias = dense(source.get(full + ".bias", (total * width,)), precision.dtype)
+            return weight, bias[part[0] * width : (part[0] + part[1]) * width]
+
+        projections = [
+            heads_of("q", shape.heads, (query.start, query.count)),
+            heads_of("k", shape.kv_heads, (kv.start, kv.count)),
+            heads_of("v", shape.kv_heads, (kv.start, kv.count)),
+        ]
+        biases = [bias for _, bias in projections if bias is not None]
+        bias = torch.cat(biases) if biases else None
+        self.qkv = linear([weight for weight, _ in projections], precision, bias)
+        output = source.get(prefix + "self_attn.o_proj.weight", (shape.hidden, shape.heads * width))
+        self.output = linear([columns(output, query.start * width, query.count * width)], precision)
+
+        def part_of(name: str) -> Weight:
+            weight = source.get(f"{prefix}mlp.{name}_proj.weight", (shape.intermediate, shape.hidden))
+            return rows(weight, inner.start, inner.count)
+
+        self.gate_up = linear([part_of("gate"), part_of("up")], precision)
+        down = source.get(prefix + "mlp.down_proj.weight", (shape.hidden, shape.intermediate))
+        self.down = linear([columns(down, inner.start, inner.count)], precision)
+
+        def norm(name: str, size: int) -> RmsNorm:
+            weight = dense(source.get(prefix + name + ".weight", (size,)), precision.dtype)
+            return RmsNorm(weight.to(precision.device), shape.eps)
+
+        self.before, self.between = (
+            norm("input_layernorm", shape.hidden),
+            norm("post_attention_layernorm", shape.hidden),
+        )
+        normed = source.has(prefix + "self_attn.q_norm.weight")
+        self.query_norm = norm("self_attn.q_norm", width) if normed else None
+        self.key_norm = norm("self_attn.k_norm", width) if normed else None
+
+    @property
+    def linears(self) -> list[AnyLinear]:
+        return [self.qkv, self.output, self.gate_up, self.down]
+
+    def __call__(
+        self,
+        x: Tensor,
+        index: int,
+        rotation: tuple[Tensor, Tensor],
+        attention: AttentionBackend,
+        metadata: Metadata,
+        group: Collectives,
+    ) -> Tensor:
+        """The residual stream `x` [n, hidden] after this layer."""
+        projected = self.qkv(self.before(x))
+        both, value = torch.split(projected, [self._split[0] + self._split[1], self._split[2]], dim=1)
+        both = both.view(len(both), -1, self._dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = torch.split(both, [self._heads, self._kv_heads], dim=1)
+            both = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
+        query, key = torch.split(rotate(both, *rotation), [self._heads, self._kv_heads], dim=1)
+        mixed = attention.forward(query, key, value.view(len(value), -1, self._dim), index, metadata)
+        x = x + group.sum(self.output(mixed))
+        gate, up = self.gate_up(self.between(x)).chunk(2, dim=1)
+        return x + group.sum(self.down(functional.silu(gate) * up))
+
+
+class Llama:
+    """The decoder of one rank. `context`: positions that the rotary tables cover."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        source: WeightSource,
+        precision: Precision,
+        group: Collectives,
+        context: int,
+    ) -> None:
+        self.shape = shape = Shape.of(config)
+        self.precision, self._group = precision, group
+        self.head_dim, self.layer_count, self.vocab = shape.head_dim, shape.layers, shape.vocab
+        self.layers = [Layer(source, index, shape, precision, group) for index in range(shape.layers)]
+        table = source.get("model.embed_tokens.weight", (shape.vocab, shape.hidden))
+        self.kv_heads = kv_share(shape.kv_heads, group.rank, group.size).count
+        self.heads = shape.heads // group.size
+        self._embedding = dense(table, precision.dtype).to(precision.device)
+        norm = dense(source.get("model.norm.weight", (shape.hidden,)), precision.dtype)
+        self._norm = RmsNorm(norm.to(precision.device), shape.eps)
+        tied = not source.has("lm_head.weight")
+        head = table if tied else source.get("lm_head.weight", (shape.vocab, shape.hidden))
+        self._vocab_part = -(-shape.vocab // group.size)
+        start = group.rank * self._vocab_part
+        self.head = linear([rows(head, start, min(self._vocab_part, shape.vocab - start))], precision)
+        linears = [part for layer in self.layers for part in layer.linears] + [self.head]
+        self.row_multiple = precision.row_multiple if any(part.dense for part in linears) else 1
+        inverse, _ = rope_frequencies(config, shape.head_dim)
+        if source.has("rope_freqs.weight"):
+            inverse = inverse / dense(source.get("rope_freqs.weight", (shape.head_dim // 2,)), torch.float32)
+        self._rope = Rope(inverse, context, precision)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one decode step reads."""
+        return sum(part.nbytes for layer in self.layers for part in layer.linears) + self.head.nbytes
+
+    def bind(self, setup: SlotSetup) -> None:
+        """A request takes a slot: nothing to do."""
+
+    def forward(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, metadata: Metadata) -> Tensor:
+        """Hidden rows [n, hidden] of token `ids` at `positions`, both int64 [n], before the last norm."""
+        x = functional.embedding(ids, self._embedding)
+        rotation = self._rope.at(positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, index, rotation, attention, metadata, self._group)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab] of hidden rows [n, hidden]."""
+        count, multiple = hidden.shape[0], self.row_multiple
+        padding = -count % multiple
+        padded = functional.pad(hidden, (0, 0, 0, padding)) if padding else hidden
+        part = self.head(self._norm(padded))[:count].float()
+        return self._group.gather_columns(part, self._vocab_part, self.shape.vocab)
+
+
+build = Llama
