@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 
 from engine.types.conversation import Conversation
 from engine.types.events import (
+    Cause,
     EngineEnd,
     FirstToken,
     ObservedToken,
@@ -36,6 +38,19 @@ from serve_app.ingress.service import IngressSettings, Service
 FACTS = ModelFacts(identifier="org/tiny-model", context=4096, vocab_size=256, max_top_logprobs=20)
 SAMPLING = SamplingParams(1.0, 1.0, -1, 0.0, 1.0, 0.0, 0.0, 1)
 CHAT = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+
+
+Scenario = ParamSpec("Scenario")
+
+
+def asynchronous(test: Callable[Scenario, Coroutine[Any, Any, None]]) -> Callable[Scenario, None]:
+    """Runs an async test in a loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Scenario.args, **kwargs: Scenario.kwargs) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
 
 
 def token_bytes(id: int) -> bytes:
@@ -70,7 +85,7 @@ class Letters:
                 return [*events, Terminated("string_stop", self._usage(), stop=matched)]
         if update.end is not None:
             end = update.end
-            cause = "failed" if end.cause in ("failed", "cancelled") else end.cause
+            cause: Cause = "failed" if end.cause == "cancelled" else end.cause
             events.append(Terminated(cause, self._usage(), failure=end.kind, message=end.message))
         return events
 
