@@ -142,6 +142,8 @@ class ChatEncoder:
     # Chunks of a stream.
 
     def _deltas(self, event: SemanticEvent, block: Block | None) -> tuple[bytes, ...]:
+        if isinstance(event, TextDelta | ReasoningDelta) and not event.text:
+            return ()
         if isinstance(event, TextDelta):
             return (b'{"content":' + orjson.dumps(event.text) + b"}",)
         if isinstance(event, ReasoningDelta) and self._options.include_reasoning:

@@ -92,7 +92,8 @@ class CompletionEncoder:
             if isinstance(event, TextDelta):
                 state.output.add(event)
                 self._open(choice, frames)
-                frames.append(self._chunk(choice, event.text))
+                if event.text:
+                    frames.append(self._chunk(choice, event.text))
             elif isinstance(event, PromptScored):
                 if state.prompt is not None:
                     frames.append(self._scored(choice, event.scores.entries))
