@@ -123,17 +123,13 @@ def _constraint(fields: ResponsesFields) -> Constraint | None:
 
 
 def _text_format(value: Mapping[str, Any] | None) -> Constraint | None:
-    match value and value.get("type"):
-        case None if value is None:
-            return None
-        case None:
-            raise refuse("text.format.type", "is required")
-        case "text":
-            return None
+    if value is None or value.get("type") == "text":
+        return None
+    match value.get("type"):
         case "json_object":
             return Constraint("json_object", "")
         case "json_schema":
-            return json_schema(read(SchemaFormat, value or {}, "text.format").schema_)
+            return json_schema(read(SchemaFormat, value, "text.format").schema_)
     raise refuse("text.format.type", "must be one of 'text', 'json_object' or 'json_schema'")
 
 

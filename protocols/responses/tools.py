@@ -131,19 +131,16 @@ def custom_tool(value: Mapping[str, Any], at: str) -> ToolDefinition:
 
 
 def _format(value: Mapping[str, Any] | None, at: str) -> Constraint | None:
-    match value and value.get("type"):
-        case None if value is None or not value:
-            return None
-        case "text":
-            return None
-        case "grammar":
-            # Both spellings are in use: the fields beside `type`, or in a `grammar` object.
-            inner = value.get("grammar", value) if value else {}
-            if not isinstance(inner, dict):
-                raise refuse(f"{at}.grammar", "must be an object")
-            grammar = read(Grammar, inner, at)
-            return Constraint(grammar.syntax, grammar.definition)
-    raise refuse(f"{at}.type", "must be 'text' or 'grammar'")
+    if value is None or value.get("type") == "text":
+        return None
+    if value.get("type") != "grammar":
+        raise refuse(f"{at}.type", "must be 'text' or 'grammar'")
+    # Both spellings are in use: the fields beside `type`, or in a `grammar` object.
+    inner = value.get("grammar", value)
+    if not isinstance(inner, dict):
+        raise refuse(f"{at}.grammar", "must be an object")
+    grammar = read(Grammar, inner, at)
+    return Constraint(grammar.syntax, grammar.definition)
 
 
 def read_tools(values: Sequence[Mapping[str, Any]]) -> ToolSet:
