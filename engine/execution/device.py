@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -37,6 +36,9 @@ class Readback(Protocol):
 
 class Device(Protocol):
     """Where a rank computes."""
+
+    asynchronous: bool
+    """Whether launched work runs beside the host."""
 
     @property
     def torch(self) -> torch.device: ...
@@ -67,6 +69,8 @@ class _Immediate:
 
 class CpuDevice:
     """The host itself. One thread pool, sized here, once."""
+
+    asynchronous = False
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -104,6 +108,8 @@ class _Pending:
 class CudaDevice:
     """One CUDA device; `index` counts the visible ones."""
 
+    asynchronous = True
+
     def __init__(self, index: int) -> None:
         if not torch.cuda.is_available():
             raise DeviceUnavailable("device 'cuda' was asked for, but torch sees no CUDA device")
@@ -137,7 +143,3 @@ def open_device(kind: str, rank: int, size: int, threads: int | None) -> Device:
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         return CudaDevice(rank if torch.cuda.device_count() > 1 else 0)
     return CpuDevice(threads or max(1, cores() // size))
-
-
-def host_array(values: Sequence[int]) -> NDArray[np.int64]:
-    return np.asarray(values, dtype=np.int64)

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention import choose
 from engine.attention.protocol import AttentionBackend, KvPool, Metadata, Needs
 from engine.config import EngineConfig, Manifest
-from engine.execution.device import Device, open_device
+from engine.execution.device import Device
 from engine.models.errors import WeightsError
 from engine.models.layers import Precision
 from engine.models.weights import open_weights
@@ -58,9 +58,8 @@ class Loaded:
     report: RankReport
 
 
-def load(config: EngineConfig, manifest: Manifest, group: Collectives) -> Loaded:
-    """Raises WeightsError, AttentionUnavailable or DeviceUnavailable."""
-    device = open_device(config.device, group.rank, group.size, config.threads)
+def load(config: EngineConfig, manifest: Manifest, group: Collectives, device: Device) -> Loaded:
+    """Raises WeightsError or AttentionUnavailable."""
     precision = choose_precision(config, manifest, device)
     context = config.context or manifest.context
     module = "scripted" if manifest.format == "scripted" else RECIPES[manifest.recipe].module

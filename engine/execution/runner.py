@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.protocol import Batch, Query
 from engine.config import EngineConfig, Manifest
-from engine.execution.device import Readback
+from engine.execution.device import Device, Readback, open_device
 from engine.execution.loading import Loaded, load
 from engine.execution.logprobs import Asked, Observations, PromptObservations, observe, score_prompt
 from engine.execution.sampler import Mask, Sampled, sample
@@ -116,12 +116,18 @@ _NOTHING_ALLOWED = "the output constraint allows no token here"
 class Runner:
     """One rank's forward passes. For one thread."""
 
-    def __init__(self, config: EngineConfig, manifest: Manifest, collectives: Collectives) -> None:
-        """Loads the weights. Raises WeightsError, AttentionUnavailable or DeviceUnavailable."""
-        self._loaded: Loaded = load(config, manifest, collectives)
+    def __init__(
+        self, config: EngineConfig, manifest: Manifest, collectives: Collectives, device: Device | None = None
+    ) -> None:
+        """Loads the weights onto `device`, or the one that `config` names. Raises WeightsError, AttentionUnavailable
+        or DeviceUnavailable."""
+        device = device or open_device(config.device, collectives.rank, collectives.size, config.threads)
+        self._loaded: Loaded = load(config, manifest, collectives, device)
         self._device, self._model = self._loaded.device, self._loaded.model
         self._pool, self._attention = self._loaded.pool, self._loaded.attention
         self.report = self._loaded.report
+        self.asynchronous = self._device.asynchronous
+        """Whether `launch` returns before its step is done."""
         pages = -(-self._loaded.context // config.page_tokens)
         self._slots = Slots(config.max_requests, pages, self._device)
         self._sampling = SamplingState(config.max_requests, self.report.vocab_size, self._device.torch)

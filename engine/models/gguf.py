@@ -223,7 +223,7 @@ def _q4_1(raw: NDArray[np.uint8]) -> Unpacked:
 def _q5_0(raw: NDArray[np.uint8]) -> Unpacked:
     scale = _half(raw, 0)
     fifth = np.unpackbits(raw[:, 2:6], axis=1, bitorder="little")
-    return _nibbles(raw[:, 6:]) | (fifth << 4), scale, scale * np.float32(-16)
+    return (_nibbles(raw[:, 6:]) | (fifth << 4)).astype(np.uint8), scale, scale * np.float32(-16)
 
 
 def _q8_0(raw: NDArray[np.uint8]) -> Unpacked:
