@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from serve_app.ingress import admin, messages, openai
+from serve_app.ingress import admin, messages, openai, responses
 from serve_app.ingress.http import Ingress, Route
 from serve_app.ingress.service import Service
 
 FAMILIES: Final[dict[str, tuple[Callable[[Service], list[Route]], ...]]] = {
     "openai": (openai.routes, admin.routes),
     "messages": (messages.routes,),
+    "responses": (responses.routes,),
 }
 """Family → its routes."""
-PREFIXES: Final[dict[str, str]] = {"openai": "/", "messages": "/v1/messages"}
+PREFIXES: Final[dict[str, str]] = {
+    "openai": "/",
+    "messages": "/v1/messages",
+    "responses": "/v1/responses",
+}
 """Family → route prefix of its application in the full layout."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections.abc import Callable
@@ -105,11 +106,14 @@ def test_long_runs_of_backslashes_over_block_edges(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_collector_is_paused_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gc
-
     seen: list[bool] = []
     real = orjson.loads
-    monkeypatch.setattr(orjson, "loads", lambda text: (seen.append(gc.isenabled()), real(text))[1])
+
+    def loads(text: bytes) -> Any:
+        seen.append(gc.isenabled())
+        return real(text)
+
+    monkeypatch.setattr(orjson, "loads", loads)
     jsontext.parse_sliced(b"[" + b"1," * 50_000 + b"1]")
     assert seen and not any(seen)
     assert gc.isenabled()
