@@ -204,7 +204,7 @@ class Ingress:
         if methods is None:
             methods = self._below(request)
         if not methods:
-            raise NotFound(f"no such route: {method} {request.path[:200]}", code="unknown_url")
+            raise NotFound(f"no such route: {request.path[:200]}", code="unknown_url")
         found = methods.get("GET" if method == "HEAD" else method)
         if found is None:
             allowed = sorted({*methods, *(("HEAD",) if "GET" in methods else ())})
