@@ -177,7 +177,6 @@ class EngineClient:
         self._listener = Listener(self._message, self._closed, self._live, node=node, host=host, beat=beat)
         self._flights: dict[int, tuple[Flight, Attempt]] = {}
         self._numbers = itertools.count(1)
-        self.refused = 0
         self.resubmitted = 0
 
     async def start(self) -> None:
@@ -198,11 +197,7 @@ class EngineClient:
             if child.max_tokens == 0 and child.output.prompt_logprobs is None:
                 flight.push(Update(index, cached_tokens=0, end=EngineEnd("limit")))
         if flight.remaining():
-            try:
-                await self._submit(flight, time.monotonic() + self._patience)
-            except ProtocolError:
-                self.refused += len(request.children)
-                raise
+            await self._submit(flight, time.monotonic() + self._patience)
         return flight
 
     async def resubmit(self, flight: Flight) -> None:

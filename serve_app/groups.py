@@ -7,16 +7,19 @@ finished answer is to the ingress, which says so with `finished`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypedDict
 
+from engine.engine import QueueFull
 from engine.types.events import Update
 from engine.types.request import PreparedPrompt, RequestError
 from serve_app.token_channel import ChannelClosed, Dialler, Message, Peer, Sink, pack_update
 
 Refusal = Literal["slots", "oversized", "queue", "paused", "settings", "channel", "cancelled", "invalid", "unavailable"]
+QUEUE_REASONS: dict[str, Refusal] = {"full": "queue", "paused": "paused", "down": "unavailable"}
 TOMBSTONE_SECONDS = 120.0
 TOMBSTONES = 8192
 
@@ -44,11 +47,9 @@ class GroupCall:
 
 
 class Engine(Protocol):
-    """What groups need of engine.engine.Engine; its sinks are called on its own thread."""
+    """What groups need of engine.engine.Engine."""
 
-    def submit(
-        self, group_id: str, children: Sequence[PreparedPrompt], sink: Callable[[list[Update]], None]
-    ) -> None: ...
+    def submit(self, group_id: str, children: Sequence[PreparedPrompt]) -> None: ...
 
     def stop(self, group_id: str, child: int, tokens: int) -> None: ...
 
@@ -76,29 +77,19 @@ class Group:
 
 
 class Groups:
-    """All groups of one Engine replica. `queue_full` is the engine's own error for a full queue. Lives on one event
-    loop; only the sinks given to the engine run elsewhere."""
+    """All groups of one Engine replica. Lives on one event loop; only `on_step` is called from the engine's thread."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        slots: int,
-        digest: str,
-        replica: str,
-        node: str,
-        beat: float,
-        queue_full: type[Exception],
-    ) -> None:
-        self._engine, self._digest, self._replica, self._queue_full = engine, digest, replica, queue_full
+    def __init__(self, engine: Engine, *, slots: int, digest: str, replica: str, node: str, beat: float) -> None:
+        self._engine, self._digest, self._replica = engine, digest, replica
         self._loop = asyncio.get_running_loop()
         self._dialler = Dialler(self._message, self._peer_closed, name=replica, node=node, beat=beat)
         self._groups: dict[tuple[str, int], Group] = {}
+        self._by_id: dict[str, Group] = {}
         self._tombstones: dict[tuple[str, int], float] = {}
         self._suspects: set[tuple[str, int]] = set()
         self.paused = False
         self.slots, self.held = slots, 0
-        self.completed, self.failed, self.refused, self.orphans = 0, 0, 0, 0
+        self.completed, self.failed, self.orphans = 0, 0, 0
 
     async def generate(self, call: GroupCall) -> Reply:
         """The held call: enqueues the group, acknowledges over the channel and returns once every child has ended.
@@ -107,7 +98,6 @@ class Groups:
         try:
             group = await self._enqueue(key, call)
         except Refused as refusal:
-            self.refused += 1
             return {
                 "state": "refused",
                 "reason": refusal.reason,
@@ -132,12 +122,12 @@ class Groups:
             if key in self._tombstones:
                 raise Refused("cancelled", "the request was cancelled")
             group = Group(f"{key[0]}/{key[1]}", key[1], peer, size)
-            self._groups[key] = group
+            self._groups[key] = self._by_id[group.id] = group
             self._submit(group, call)
             peer.post(["ack", group.number])
         except BaseException as error:
             self.held -= size
-            self._groups.pop(key, None)
+            self._forget(key)
             if isinstance(error, ChannelClosed):
                 raise Refused("channel", str(error)) from None
             raise
@@ -159,25 +149,31 @@ class Groups:
 
     def _submit(self, group: Group, call: GroupCall) -> None:
         try:
-            self._engine.submit(group.id, call.children, self._sink(group))
-        except self._queue_full as error:
-            raise Refused("queue", str(error) or "the model's request queue is full") from None
+            self._engine.submit(group.id, call.children)
+        except QueueFull as error:
+            raise Refused(QUEUE_REASONS[error.reason], error.message) from None
         except RequestError as error:
             raise Refused("invalid", error.message, error.field, error.code) from None
 
-    def _sink(self, group: Group) -> Callable[[list[Update]], None]:
-        """Called by the engine, on its thread, once a step with news of the group."""
-        peer, number, loop = group.peer, group.number, self._loop
+    def on_step(self, news: Sequence[tuple[str, list[Update]]]) -> None:
+        """Everything one step brought, from the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended: the process is going down
+            self._loop.call_soon_threadsafe(self._deliver, news)
 
-        def sink(updates: list[Update]) -> None:
-            peer.post([number, [pack_update(update) for update in updates]])
-            ends = sum(update.end is not None for update in updates)
-            if ends:
-                group.running -= ends
-                if group.running <= 0:
-                    loop.call_soon_threadsafe(_resolve, group.done, True)
-
-        return sink
+    def _deliver(self, news: Sequence[tuple[str, list[Update]]]) -> None:
+        """One frame for each peer that the step has news for."""
+        peers: dict[Peer, None] = {}
+        for ident, updates in news:
+            group = self._by_id.get(ident)
+            if group is None:  # dropped meanwhile
+                continue
+            group.peer.post([group.number, [pack_update(update) for update in updates]])
+            peers[group.peer] = None
+            group.running -= sum(update.end is not None for update in updates)
+            if group.running <= 0:
+                _resolve(group.done, True)
+        for peer in peers:
+            peer.flush()
 
     def _message(self, peer: Peer, message: Message) -> None:
         if message[0] == "beat":
@@ -198,7 +194,7 @@ class Groups:
     def _drop(self, key: tuple[str, int]) -> None:
         """Ends a group whatever its state: cancels what runs and frees its slots. An unknown group leaves a tombstone,
         since its call may still be on the way."""
-        group = self._groups.pop(key, None)
+        group = self._forget(key)
         if group is None:
             self._tombstones[key] = time.monotonic()
             self._bury()
@@ -207,6 +203,12 @@ class Groups:
         if group.running > 0:
             self._engine.cancel(group.id)
         _resolve(group.done, False)
+
+    def _forget(self, key: tuple[str, int]) -> Group | None:
+        group = self._groups.pop(key, None)
+        if group is not None:
+            del self._by_id[group.id]
+        return group
 
     def _bury(self) -> None:
         oldest = time.monotonic() - TOMBSTONE_SECONDS

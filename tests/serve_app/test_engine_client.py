@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.engine import QueueFull
 from engine.types.events import EngineEnd, PositionScore, PromptScores, TokenRecord, Update
 from engine.types.request import OutputOptions, PreparedPrompt, PreparedRequest, RequestError, SamplingParams
 from protocols.errors import InvalidRequest, ProtocolError, SlotsExhausted, Unavailable
@@ -17,10 +18,6 @@ from serve_app.engine_client import EngineClient, Flight
 from serve_app.groups import GroupCall, Groups, Reply
 
 SAMPLING = SamplingParams(1.0, 1.0, -1, 0.0, 1.0, 0.0, 0.0, 7)
-
-
-class QueueFull(Exception):
-    pass
 
 
 def prompt(tokens: int = 8, **fields: Any) -> PreparedPrompt:
@@ -35,16 +32,16 @@ class SteppedEngine:
     """An engine whose tokens come when the test says so: token n of a child is 100 * child + n."""
 
     def __init__(self) -> None:
-        self.sinks: dict[str, Callable[[list[Update]], None]] = {}
+        self.groups: Groups | None = None
         self.children: dict[str, list[PreparedPrompt]] = {}
         self.stops: list[tuple[int, int]] = []
         self.cancelled: list[str] = []
         self.refuse: Exception | None = None
 
-    def submit(self, group_id: str, children: Sequence[PreparedPrompt], sink: Callable[[list[Update]], None]) -> None:
+    def submit(self, group_id: str, children: Sequence[PreparedPrompt]) -> None:
         if self.refuse is not None:
             raise self.refuse
-        self.sinks[group_id], self.children[group_id] = sink, list(children)
+        self.children[group_id] = list(children)
 
     def stop(self, group_id: str, child: int, tokens: int) -> None:
         self.stops.append((child, tokens))
@@ -55,13 +52,17 @@ class SteppedEngine:
 
     @property
     def latest(self) -> str:
-        return list(self.sinks)[-1]
+        return list(self.children)[-1]
+
+    def tell(self, update: Update, group: str | None = None) -> None:
+        assert self.groups is not None
+        self.groups.on_step([(group or self.latest, [update])])
 
     def token(self, child: int, *ids: int, cached: int | None = None, group: str | None = None) -> None:
-        self.sinks[group or self.latest]([Update(child, tuple(map(TokenRecord, ids)), cached_tokens=cached)])
+        self.tell(Update(child, tuple(map(TokenRecord, ids)), cached_tokens=cached), group)
 
     def end(self, child: int, cause: Any = "eos", group: str | None = None) -> None:
-        self.sinks[group or self.latest]([Update(child, end=EngineEnd(cause))])
+        self.tell(Update(child, end=EngineEnd(cause)), group)
 
 
 class Held:
@@ -80,9 +81,8 @@ class Held:
 class Replica:
     def __init__(self, name: str, slots: int = 4, digest: str = "d") -> None:
         self.name, self.engine = name, SteppedEngine()
-        self.groups = Groups(
-            self.engine, slots=slots, digest=digest, replica=name, node="n", beat=0.05, queue_full=QueueFull
-        )
+        self.groups = Groups(self.engine, slots=slots, digest=digest, replica=name, node="n", beat=0.05)
+        self.engine.groups = self.groups
         self.calls: list[asyncio.Task[Reply]] = []
 
     def die(self) -> None:
@@ -241,6 +241,7 @@ def test_children_without_work_need_no_engine() -> None:
         (lambda scene: setattr(scene.groups, "paused", True), Unavailable, "paused"),
         (lambda scene: setattr(scene.groups, "_digest", "e"), Unavailable, "other settings"),
         (lambda scene: setattr(scene.engine, "refuse", QueueFull("the queue is full")), Unavailable, "queue is full"),
+        (lambda scene: setattr(scene.engine, "refuse", QueueFull("no ranks", "down")), Unavailable, "no ranks"),
         (lambda scene: setattr(scene.engine, "refuse", RequestError("too big", field="x")), InvalidRequest, "too big"),
         (lambda scene: scene.caller.live.clear(), Unavailable, "no engine"),
     ],
@@ -252,7 +253,7 @@ def test_refusals(prepare: Callable[[Stage], None], kind: type[ProtocolError], w
         with pytest.raises(kind, match=words):
             await scene.client.generate("q", request(prompt(), prompt(), prompt()))
         assert scene.groups.held == before
-        assert (scene.client.flying, scene.client.refused) == (0, 3)
+        assert scene.client.flying == 0
 
     stage(body)
 
@@ -282,9 +283,8 @@ def test_a_replica_that_dies_hands_its_stream_to_another() -> None:
         reading = asyncio.create_task(tokens(flight))
         await until(lambda: len(flight._records[2]) == 1)
         flight.stop(2, 1)  # its text has ended; nobody knows whether the engine heard
-        first.engine.sinks.clear()
         scene.caller.kill(first)
-        await until(lambda: second.engine.sinks)
+        await until(lambda: second.engine.children)
         (again,) = second.engine.children[second.engine.latest]
         assert [record.id for record in again.committed] == [1, 2]
         assert again.first_cached == 3
@@ -306,7 +306,7 @@ def test_a_death_before_the_first_token_and_before_the_acknowledgement() -> None
         flight = await scene.client.generate("q", request())
         scene.caller.kill(first)
         reading = asyncio.create_task(tokens(flight))
-        await until(lambda: second.engine.sinks)
+        await until(lambda: second.engine.children)
         assert second.engine.children[second.engine.latest][0].committed == ()
         second.engine.token(0, 4)
         second.engine.end(0)
@@ -337,14 +337,13 @@ def test_scores_are_told_once() -> None:
         first, second = scene.replicas
         scored = prompt(0, output=OutputOptions(prompt_logprobs=1))
         flight = await scene.client.generate("q", request(scored))
-        first.engine.sinks[first.engine.latest]([Update(0, scores=PromptScores(0, entries[:5]))])
+        first.engine.tell(Update(0, scores=PromptScores(0, entries[:5])))
         await until(lambda: flight._scored == [5])
         scene.caller.kill(first)
         batches = asyncio.create_task(collect(flight))
-        await until(lambda: second.engine.sinks)
-        sink = second.engine.sinks[second.engine.latest]
+        await until(lambda: second.engine.children)
         for start in (0, 3, 6):
-            sink([Update(0, scores=PromptScores(start, entries[start : start + 3]))])
+            second.engine.tell(Update(0, scores=PromptScores(start, entries[start : start + 3])))
         second.engine.end(0, "limit")
         told = [update.scores for update in await batches if update.scores is not None]
         assert [entry for scores in told for entry in scores.entries] == list(entries)

