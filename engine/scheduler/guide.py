@@ -1,0 +1,184 @@
+"""Guide: what a request's reasoning budget and output constraint demand of its next token.
+
+One guide a request that has either; it sees committed tokens only, so recomputation, a new group of ranks or a dropped
+row never confuse it. Owns the rules of when a close is forced and when the constraint binds; the syntax machine and
+the grammar matcher are others' (`engine.syntax`, `engine.grammar`).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from engine.syntax.piece import Segment, Syntax
+from engine.types.request import PreparedPrompt
+
+if TYPE_CHECKING:
+    from engine.prepared import PreparedModel
+
+
+class Matcher(Protocol):
+    """A grammar's state after the tokens it was advanced with."""
+
+    def mask(self) -> bytes:
+        """Allowed next tokens: uint32 words, little-endian, a set bit allows."""
+        ...
+
+    def advance(self, token: int) -> bool:
+        """Takes a committed token. False: the grammar doesn't allow it."""
+        ...
+
+    def allows(self, token: int) -> bool: ...
+
+
+class GuideFailed(RuntimeError):
+    """A committed token that the grammar refuses: the constraint was not enforced."""
+
+
+class Segments:
+    """Token ids to the text that each releases, characters spread over several tokens included."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._count = 0
+
+    def next(self, token: int) -> Segment:
+        whole = not self._decoder.getstate()[0]
+        text = self._decoder.decode(self._bytes(token))
+        whole = whole and not self._decoder.getstate()[0]
+        self._count += 1
+        return Segment(self._count - 1, token if whole else None, text)
+
+
+class Guide:
+    """`syntax` is needed with a budget and for outputs that start in reasoning. `close`: the token that a budget
+    forces. `banned`: ids that may not come before `min_tokens` tokens; with a constraint the guide sees to it, since
+    only it knows when nothing else is allowed."""
+
+    def __init__(
+        self,
+        *,
+        budget: int | None = None,
+        close: int | None = None,
+        syntax: Syntax | None = None,
+        segments: Segments | None = None,
+        matcher: Matcher | None = None,
+        banned: Sequence[int] = (),
+        min_tokens: int = 0,
+        vocab_size: int = 0,
+    ) -> None:
+        self.cut = False
+        """The budget has forced the close."""
+        self._budget = budget if close is not None else None
+        self._close = close
+        self._syntax = syntax
+        self._segments = segments
+        self._matcher = matcher
+        self._banned = tuple(banned)
+        self._min_tokens = min_tokens
+        self._vocab_size = vocab_size
+        self._count = 0
+        self._bound = syntax is None or not syntax.reasoning_open
+        if self._bound:
+            self._budget = None
+
+    def gated(self, index: int) -> bool:
+        """Whether sampling output token `index` must wait for late inputs."""
+        return self._matcher is not None or (self._budget is not None and index >= self._budget)
+
+    def forced(self) -> int | None:
+        """The close token when the budget is used up, reasoning is unambiguously open and the constraint has no
+        objection; the caller knows that there is room for one more token."""
+        syntax = self._syntax
+        if self._budget is None or self._count < self._budget or syntax is None or self._close is None:
+            return None
+        if not syntax.reasoning_open or syntax.tool_pending:
+            return None
+        if self._matcher is not None and self._bound and not self._matcher.allows(self._close):
+            return None
+        return self._close
+
+    def mask(self) -> bytes | None:
+        """Allowed ids of the next token, None when all are."""
+        early = self._matcher is not None and self._count < self._min_tokens
+        if self._matcher is None or not self._bound:
+            return self._without_banned(None) if early else None
+        mask = self._matcher.mask()
+        return self._without_banned(mask) if early else mask
+
+    def commit(self, token: int, *, forced: bool = False) -> None:
+        """Takes a committed token that doesn't end the output. Raises GuideFailed."""
+        if self._matcher is not None and self._bound and not self._matcher.advance(token):
+            raise GuideFailed(f"the output constraint does not allow token {token}")
+        self._count += 1
+        if forced:
+            self.cut = True
+            self._budget = None
+        if self._syntax is not None and not self._bound:
+            assert self._segments is not None
+            self._syntax.feed(self._segments.next(token))
+            if not self._syntax.reasoning_open:
+                self._bound = True
+                self._budget = None
+
+    def _without_banned(self, mask: bytes | None) -> bytes:
+        """`mask` minus the ids that min_tokens forbids, unless nothing else would be left."""
+        words = -(-self._vocab_size // 32) * 4
+        edited = bytearray(mask if mask is not None else b"\xff" * words)
+        for token in self._banned:
+            if token // 8 < len(edited):
+                edited[token // 8] &= ~(1 << (token % 8)) & 0xFF
+        return bytes(edited) if any(edited) or mask is None else mask
+
+
+OpenGuide = Callable[[PreparedPrompt], Guide]
+"""May be slow with a constraint (it is compiled); raises RequestError when it can't be."""
+
+
+def banned_ids(prompt: PreparedPrompt) -> tuple[int, ...]:
+    """Ids that would end the output at once: EOS, unless ignored, and stops of one token."""
+    eos = () if prompt.ignore_eos else prompt.eos_ids
+    return (*eos, *(sequence[0] for sequence in prompt.stop_sequences if len(sequence) == 1))
+
+
+def model_guides(model: PreparedModel) -> OpenGuide:
+    """Guides with the model's own syntax machine and grammars."""
+    from engine.grammar import Grammars
+    from engine.syntax import open_syntax
+
+    recipe, manifest = model.recipe, model.manifest
+    close: int | None = None
+    if recipe.reasoning is not None and recipe.reasoning.single_token_close:
+        close = model.tokenizer.token_id(recipe.reasoning.close)
+    grammars: list[Grammars] = []
+
+    def open_guide(prompt: PreparedPrompt) -> Guide:
+        syntax: Syntax | None = None
+        if prompt.opening is not None:
+            syntax = open_syntax(
+                recipe,
+                model.tokens,
+                opening=prompt.opening,
+                tools=(),
+                tools_active=prompt.tools_active,
+                structured=prompt.constraint is not None,
+            )
+        matcher: Matcher | None = None
+        if prompt.constraint is not None:
+            if not grammars:
+                grammars.append(Grammars(model.tokenizer_json, manifest.vocab_size, manifest.eos_ids))
+            matcher = grammars[0].matcher(prompt.constraint)
+        return Guide(
+            budget=prompt.reasoning_budget,
+            close=close,
+            syntax=syntax,
+            segments=Segments(model.tokens.bytes),
+            matcher=matcher,
+            banned=banned_ids(prompt),
+            min_tokens=prompt.min_tokens,
+            vocab_size=manifest.vocab_size,
+        )
+
+    return open_guide
