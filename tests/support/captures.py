@@ -16,6 +16,15 @@ def names(path: str) -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.json") if _load(file)["path"].split("?")[0] == path)
 
 
+def all_names() -> list[str]:
+    return sorted(file.stem for file in FOLDER.glob("*.json"))
+
+
+def path(name: str) -> str:
+    found: str = _load(FOLDER / f"{name}.json")["path"]
+    return found
+
+
 def body(name: str) -> dict[str, Any]:
     found: dict[str, Any] = _load(FOLDER / f"{name}.json")["body"]
     return found
