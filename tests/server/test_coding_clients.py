@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agent_script import MODEL, test_command
+from tests.support.agent_script import MODEL, check_command
 from tests.support.clients import AGENTS, QUALIFIED, ROOT, Agent, binary, run, workspace
 from tests.support.live import Server
 
@@ -43,7 +43,7 @@ def test_an_agent_reads_mends_and_tests(agent: Agent, server: Server, tmp_path: 
     assert done.returncode == 0, account
     changed = subprocess.run(["git", "diff", "--name-only"], cwd=folder, capture_output=True, text=True, check=True)
     assert changed.stdout.split() == [f"calc_{agent.name}.py"], account
-    tested = subprocess.run(test_command(agent.name).split(), cwd=folder, capture_output=True, text=True, check=False)
+    tested = subprocess.run(check_command(agent.name).split(), cwd=folder, capture_output=True, text=True, check=False)
     assert tested.returncode == 0, tested.stderr + account
     if server.card["id"] == MODEL:
         assert "The addition is mended" in account

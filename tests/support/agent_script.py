@@ -32,7 +32,7 @@ def source(agent: str, sign: str = "-") -> str:
     return f"def add_{agent}(a, b):\n    return a {sign} b  # {agent}\n"
 
 
-def test_source(agent: str) -> str:
+def checking_source(agent: str) -> str:
     return (
         f"import unittest\n\nfrom calc_{agent} import add_{agent}\n\n\nclass Test(unittest.TestCase):\n"
         f"    def test_add(self):\n        self.assertEqual(add_{agent}(2, 3), 5)\n"
@@ -43,11 +43,11 @@ def prompt(agent: str) -> str:
     """What a user asks; a real model can do it too."""
     return (
         f"Task {agent}: read calc_{agent}.py in this folder, mend its bug so that it adds, run"
-        f" `{test_command(agent)}`, and say briefly what you did."
+        f" `{check_command(agent)}`, and say briefly what you did."
     )
 
 
-def test_command(agent: str) -> str:
+def check_command(agent: str) -> str:
     return f"python3 -m unittest -q test_{agent}"
 
 
@@ -58,7 +58,7 @@ def _patch(agent: str) -> str:
 
 def _steps(agent: str) -> list[tuple[str, Mapping[str, str]]]:
     """The agent's calls, in order: tool and arguments."""
-    file, command = f"calc_{agent}.py", test_command(agent)
+    file, command = f"calc_{agent}.py", check_command(agent)
     old, new = (f"a {sign} b  # {agent}" for sign in "-+")
     match agent:
         case "codex":

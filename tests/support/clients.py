@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from serve_app.client_config import CLIENTS, fetch
-from tests.support.agent_script import prompt, source, test_source
+from tests.support.agent_script import prompt, source, checking_source
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 QUALIFIED: Final[Mapping[str, str]] = {"claude": "2.1.296", "codex": "0.162.1", "opencode": "1.18.33"}
@@ -55,7 +55,7 @@ def workspace(folder: Path, agent: Agent) -> Path:
     """A git repository with a bug and a test that shows it."""
     folder.mkdir()
     (folder / f"calc_{agent.name}.py").write_text(source(agent.name))
-    (folder / f"test_{agent.name}.py").write_text(test_source(agent.name))
+    (folder / f"test_{agent.name}.py").write_text(checking_source(agent.name))
     identity = ("-c", "user.name=test", "-c", "user.email=test@example.com")
     for command in (("init", "-q"), ("add", "-A"), (*identity, "commit", "-q", "-m", "start")):
         subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True)
