@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from serve_app.client_config import CLIENTS, fetch
-from tests.support.agent_script import prompt, source, checking_source
+from tests.support.agent_script import checking_source, prompt, source
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 QUALIFIED: Final[Mapping[str, str]] = {"claude": "2.1.296", "codex": "0.162.1", "opencode": "1.18.33"}
