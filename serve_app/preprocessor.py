@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
@@ -41,6 +41,9 @@ class LocalPreprocessor:
     async def count(self, request: GenerationRequest) -> int:
         return await self._run(lambda: self._lowering.count(request))
 
+    async def label_ids(self, request: GenerationRequest, labels: Sequence[str]) -> tuple[int | None, ...]:
+        return await self._run(lambda: self._lowering.label_ids(request, labels))
+
     async def _run(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
@@ -60,6 +63,9 @@ class PreprocessorReplica:
 
     async def count(self, request: GenerationRequest) -> Answer:
         return await _answer(self._local.count(request))
+
+    async def label_ids(self, request: GenerationRequest, labels: Sequence[str]) -> Answer:
+        return await _answer(self._local.label_ids(request, labels))
 
     def __del__(self) -> None:
         if hasattr(self, "_local"):
@@ -85,11 +91,14 @@ class RemotePreprocessor:
     async def count(self, request: GenerationRequest) -> int:
         return cast(int, await self._ask("count", request))
 
-    async def _ask(self, method: str, request: GenerationRequest) -> Any:
+    async def label_ids(self, request: GenerationRequest, labels: Sequence[str]) -> tuple[int | None, ...]:
+        return cast("tuple[int | None, ...]", await self._ask("label_ids", request, labels))
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
         handle = self._handle()
         if handle is None:
             raise Unavailable("the preprocessor is not running yet")
-        response = getattr(handle, method).remote(request)
+        response = getattr(handle, method).remote(*arguments)
         try:
             async with asyncio.timeout(self._seconds):
                 kind, value = await response

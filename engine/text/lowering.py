@@ -20,6 +20,7 @@ from engine.config import LogprobLimits, Manifest
 from engine.recipes.recipe import SAMPLING_FIELDS, Recipe, SamplingTable
 from engine.recipes.sampling import check
 from engine.text.conversation import ConversationRenderer, RenderedConversation
+from engine.text.labels import label_ids
 from engine.types.constraint import Constraint
 from engine.types.conversation import Conversation
 from engine.types.request import (
@@ -57,7 +58,7 @@ class TokensPort(Protocol):
 
     def text(self, token: int, /) -> str: ...
 
-    def is_special(self, token: int, /) -> bool: ...
+    def is_control(self, token: int, /) -> bool: ...
 
 
 class ModelPort(Protocol):
@@ -157,6 +158,15 @@ class Lowering:
     def count(self, request: GenerationRequest) -> int:
         """Prompt tokens of `request`, over all its prompts. Raises RequestError for what can't be rendered."""
         return sum(len(self._lowered(request, prompt).ids) for prompt in request.prompts)
+
+    def label_ids(self, request: GenerationRequest, labels: Sequence[str]) -> tuple[int | None, ...]:
+        """For each label the token that it is directly after the conversation's complete rendered prompt, or None (see
+        `engine.text.labels`). Raises RequestError for what can't be rendered."""
+        conversation = request.prompts[0]
+        if not isinstance(conversation, Conversation):
+            raise RequestError("labels need a conversation")
+        rendered = self._conversations.render(request, conversation, vision=self._limits.vision)
+        return label_ids(self._model.tokenizer, self._model.tokens, rendered.segments, labels)
 
     def default_budget_problem(self) -> str:
         """Why this model can't have a default reasoning budget; empty when it can."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol
 
 from engine.types.events import Update
@@ -19,6 +19,10 @@ class PreprocessorPort(Protocol):
 
     async def count(self, request: GenerationRequest) -> int:
         """The exact number of prompt tokens that `prepare` would give, without a generation."""
+        ...
+
+    async def label_ids(self, request: GenerationRequest, labels: Sequence[str]) -> tuple[int | None, ...]:
+        """For each label the token that it is directly after the rendered prompt; None where it isn't one token."""
         ...
 
 

@@ -213,6 +213,10 @@ class FakePreprocessor:
         await self.gate.wait()
         return len(_prompt_text(request.prompts[0]))
 
+    async def label_ids(self, request: GenerationRequest, labels: Sequence[str]) -> tuple[int | None, ...]:
+        """Tokens are bytes: a label of one ASCII character is its own."""
+        return tuple(ord(label) if len(label) == 1 else None for label in labels)
+
 
 def _prompt_text(prompt: object) -> str:
     if isinstance(prompt, TextPrompt):
