@@ -27,6 +27,9 @@ STREAM_HEADERS: Final = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+PIECE_BYTES: Final = 64 * 1024
+"""A server waits for a slow reader in front of a write, not behind it: large bodies go out in pieces, so that what is
+not yet read is still waited for, and counts, up to the last piece."""
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
@@ -181,6 +184,15 @@ async def stream(response: Response, send: Send, headers: Sequence[tuple[bytes, 
         await _Stream(response, send, keepalive).run()
 
 
+async def send_body(send: Send, body: bytes, *, more: bool) -> None:
+    """Sends `body`, in pieces when it is large. `more`: further writes follow."""
+    at = 0
+    while len(body) - at > PIECE_BYTES:
+        await send({"type": "http.response.body", "body": body[at : at + PIECE_BYTES], "more_body": True})
+        at += PIECE_BYTES
+    await send({"type": "http.response.body", "body": body[at:] if at else body, "more_body": more})
+
+
 class _Stream:
     """The sending half: takes whatever frames there are, so that a burst becomes one write and a lone token goes out at
     once."""
@@ -219,7 +231,7 @@ class _Stream:
         body = frames[0] if len(frames) == 1 else b"".join(frames)
         frames.clear()
         self._written = float("inf")
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await send_body(self._send, body, more=more)
         self._written = self._loop.time()
 
     def _wake(self) -> None:

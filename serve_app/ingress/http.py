@@ -29,6 +29,7 @@ from protocols.errors import (
 )
 from serve_app.admission import Headers, KeyCheck
 from serve_app.body import ClientGone
+from serve_app.delivery import send_body
 
 logger = logging.getLogger("ray.serve")
 
@@ -96,8 +97,7 @@ class Request:
         length = (b"content-length", b"%d" % len(content))
         start = [(b"content-type", content_type), length, *headers, *self.extra]
         await self.send_started({"type": "http.response.start", "status": status, "headers": start})
-        content = b"" if self.method == "HEAD" else content
-        await self.send({"type": "http.response.body", "body": content})
+        await send_body(self.send, b"" if self.method == "HEAD" else content, more=False)
 
     async def json(self, value: Any, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         await self.answer(status, orjson.dumps(value), JSON, headers)
