@@ -96,9 +96,10 @@ def _serve(settings: Settings, began: float) -> int:
     startup = start(settings, hub="flare")  # the model is checked before anything of Ray runs
     if stop.is_set():
         return 0
+    deployed: list[str] = []
     try:
         startup = _start_ray(startup)
-        _deploy(startup, stop)
+        _deploy(startup, stop, deployed)
         if not stop.is_set():
             url = _wait_until_ready(settings, stop)
             seconds = time.monotonic() - began
@@ -106,7 +107,7 @@ def _serve(settings: Settings, began: float) -> int:
         stop.wait()
         return 0
     finally:
-        _shut_down()
+        _shut_down(deployed)
 
 
 def _stop_on_signals(stop: threading.Event) -> None:
@@ -143,15 +144,18 @@ def _start_ray(startup: Startup) -> Startup:
     return startup.on(cluster_device(startup.settings))
 
 
-def _deploy(startup: Startup, stop: threading.Event) -> None:
-    """Deploys every application and waits until they run. Raises StartFailed with the first one's own words."""
+def _deploy(startup: Startup, stop: threading.Event, deployed: list[str]) -> None:
+    """Deploys every application, noting its name in `deployed`, and waits until they run. Raises StartFailed with the
+    first failure's own words."""
     from ray import serve
 
     from serve_app.app import targets
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     server = startup.settings.server
     serve.start(http_options={"host": server.host, "port": server.port}, proxy_location="HeadOnly")
     wanted = targets(startup)
+    deployed += [target.name for target in wanted]
     serve.run_many(
         [serve.RunTarget(target.application, target.name, target.route_prefix) for target in wanted],
         wait_for_applications_running=False,
@@ -203,14 +207,18 @@ def _wait_until_ready(settings: Settings, stop: threading.Event) -> str:
     return url
 
 
-def _shut_down() -> None:
+def _shut_down(names: list[str]) -> None:
+    """Drains and deletes the applications; a cluster of our own goes with them, another's stays."""
     import ray
 
-    if ray.is_initialized():
-        from ray import serve
+    if not ray.is_initialized():
+        return
+    from ray.serve.context import _get_global_client
 
-        serve.shutdown()  # type: ignore[no-untyped-call]
-        ray.shutdown()
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is not None:
+        client.delete_apps(names)
+    ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -49,24 +49,24 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def build_engine(args: dict[str, Any]) -> Application:
-    return _engine(_start(load(args)))
+    return _engine(_full(args))
 
 
 def build_preprocessor(args: dict[str, Any]) -> Application:
-    return _preprocessor(_start(load(args)))
+    return _preprocessor(_full(args))
 
 
 def build_openai(args: dict[str, Any]) -> Application:
     """Chat Completions, Completions, discovery, health, metrics, and every JSON 404."""
-    return _family(_start(load(args)), ("openai",))
+    return _family(_full(args), ("openai",))
 
 
 def build_messages(args: dict[str, Any]) -> Application:
-    return _family(_start(load(args)), ("messages",))
+    return _family(_full(args), ("messages",))
 
 
 def build_responses(args: dict[str, Any]) -> Application:
-    return _family(_start(load(args)), ("responses",))
+    return _family(_full(args), ("responses",))
 
 
 def targets(startup: Startup) -> list[Target]:
@@ -105,6 +105,11 @@ def cluster_device(settings: Settings) -> ResolvedDevice:
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     has = resources.get("GPU", 0.0) >= needed
     return "cuda" if has and asked != "cpu" else "cpu"
+
+
+def _full(args: Mapping[str, Any]) -> Startup:
+    """One application of the full layout, whatever the machine would choose."""
+    return _start(load({**args, "graph.layout": "full"}))
 
 
 def _start(settings: Settings, hub: str = FULL_HUB) -> Startup:
