@@ -6,6 +6,7 @@ Each choice left to "auto" is made here, once; an explicit one that can't be ser
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import choose
-from engine.attention.protocol import AttentionBackend, KvPool, Metadata, Needs
+from engine.attention.protocol import AttentionBackend, KvPool, Metadata, Needs, Query
 from engine.config import EngineConfig, Manifest
 from engine.execution.device import Device
 from engine.models.errors import WeightsError
@@ -33,12 +34,19 @@ class Model(Protocol):
     layer_count: int
     vocab: int
     row_multiple: int
+    """Step rows are padded to a multiple of this."""
+    kv_bytes: int | None
+    """The model's own default for the pool's size; None leaves it to the device."""
 
     @property
     def weight_bytes(self) -> int: ...
 
     def bind(self, setup: SlotSetup) -> None:
         """A request takes a slot; most models don't care."""
+        ...
+
+    def begin(self, queries: Sequence[Query]) -> None:
+        """A step's rows, before its forward pass."""
         ...
 
     def forward(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, metadata: Metadata) -> Tensor: ...
@@ -65,10 +73,8 @@ def load(config: EngineConfig, manifest: Manifest, group: Collectives, device: D
     module = "scripted" if manifest.format == "scripted" else RECIPES[manifest.recipe].module
     if module is None:
         raise WeightsError(f"this build can't run models of the {manifest.recipe} recipe yet")
-    source = open_weights(manifest, config.weights_seed)
-    model: Model = importlib.import_module(f"engine.models.{module}").build(
-        manifest.config, source, precision, group, context
-    )
+    source = None if module == "scripted" else open_weights(manifest, config.weights_seed)
+    model: Model = importlib.import_module(f"engine.models.{module}").build(manifest, config, source, precision, group)
     needs = Needs(
         device.torch.type,
         precision.dtype,
@@ -80,7 +86,7 @@ def load(config: EngineConfig, manifest: Manifest, group: Collectives, device: D
         precision.invariant,
     )
     page_bytes = KvPool.page_bytes(needs)
-    pages = group.least((config.kv_bytes or device.kv_bytes()) // page_bytes)
+    pages = group.least((config.kv_bytes or model.kv_bytes or device.kv_bytes()) // page_bytes)
     if pages < 1:
         raise WeightsError(f"kv_bytes holds no page: one of {config.page_tokens} tokens takes {page_bytes} bytes")
     pool = KvPool(pages, needs, device.torch)

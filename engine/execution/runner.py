@@ -194,6 +194,7 @@ class Runner:
             slots = self._device.upload(np.array(rows.decodes, dtype=np.int64))
             ids[: len(rows.decodes)] = self._slots.last[slots]
         batch = Batch(rows.queries, len(ids), self._slots.tables, self._slots.device_tables, writes)
+        self._model.begin(rows.queries)
         metadata = self._attention.prepare(batch)
         return self._model.forward(ids, positions, self._attention, metadata)
 

@@ -6,7 +6,7 @@ and a head size of its own. Knows neither requests nor pages: attention and coll
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.protocol import AttentionBackend, Metadata
+from engine.attention.protocol import AttentionBackend, Metadata, Query
+from engine.config import EngineConfig, Manifest
 from engine.models.errors import WeightsError
 from engine.models.layers import (
     AnyLinear,
@@ -160,6 +161,7 @@ class Llama:
     ) -> None:
         self.shape = shape = Shape.of(config)
         self.precision, self._group = precision, group
+        self.kv_bytes: int | None = None
         self.head_dim, self.layer_count, self.vocab = shape.head_dim, shape.layers, shape.vocab
         self.layers = [Layer(source, index, shape, precision, group) for index in range(shape.layers)]
         table = source.get("model.embed_tokens.weight", (shape.vocab, shape.hidden))
@@ -188,6 +190,9 @@ class Llama:
     def bind(self, setup: SlotSetup) -> None:
         """A request takes a slot: nothing to do."""
 
+    def begin(self, queries: Sequence[Query]) -> None:
+        """A step begins: nothing to do."""
+
     def forward(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, metadata: Metadata) -> Tensor:
         """Hidden rows [n, hidden] of token `ids` at `positions`, both int64 [n], before the last norm."""
         x = functional.embedding(ids, self._embedding)
@@ -205,4 +210,10 @@ class Llama:
         return self._group.gather_columns(part, self._vocab_part, self.shape.vocab)
 
 
-build = Llama
+def build(
+    manifest: Manifest, config: EngineConfig, source: WeightSource | None, precision: Precision, group: Collectives
+) -> Llama:
+    """The decoder of `manifest`. Raises WeightsError."""
+    if source is None:
+        raise WeightsError(f"{manifest.model_id} has no weights")
+    return Llama(manifest.config, source, precision, group, config.context or manifest.context)

@@ -27,14 +27,14 @@ def packable(weight: Grouped) -> bool:
 
 def concatenated(parts: list[Grouped]) -> Grouped | None:
     """`parts` stacked along output rows, or None when their formats differ."""
-    if len({(part.group, part.bits > 4) for part in parts}) > 1:
+    if len({(part.group, part.bits) for part in parts}) > 1:
         return None
     return Grouped(
         np.concatenate([part.codes for part in parts]),
         np.concatenate([part.scales for part in parts]),
         np.concatenate([part.zeros for part in parts]),
         parts[0].group,
-        max(part.bits for part in parts),
+        parts[0].bits,
     )
 
 
@@ -71,14 +71,21 @@ def _pack(codes: Tensor, scale: Tensor, zero: Tensor, group: int) -> Int4:
 def pack(weight: Grouped) -> tuple[Int4, ...]:
     """The int4 matrices whose results add up to `weight`'s: one, or a high and a low half.
 
-    With code = 16 h + l: code * s + z = (h - 8) * 16 s + (l - 8) * s + (z + 136 s).
+    With code = 16 h + l and c the middle of h: code * s + z = (h - c) * 16 s + (l - 8) * s + (z + (16 c + 8) s). The
+    high codes are moved to the kernel's own middle, 8, so that scales round around small numbers.
     """
     codes = torch.from_numpy(np.ascontiguousarray(weight.codes))
     scale, zero = torch.from_numpy(weight.scales), torch.from_numpy(weight.zeros)
     if weight.bits <= 4:
         return (_pack(codes, scale, zero + 8 * scale, weight.group),)
-    high = _pack(codes >> 4, 16 * scale, torch.zeros_like(scale), weight.group)
-    return high, _pack(codes & 15, scale, zero + 136 * scale, weight.group)
+    middle = _middle(weight.bits)
+    high = _pack((codes >> 4) + (8 - middle), 16 * scale, torch.zeros_like(scale), weight.group)
+    return high, _pack(codes & 15, scale, zero + (16 * middle + 8) * scale, weight.group)
+
+
+def _middle(bits: int) -> int:
+    """The middle of the codes' high halves."""
+    return 1 << (bits - 5)
 
 
 def effective(weight: Grouped) -> Tensor:
@@ -93,6 +100,7 @@ def effective(weight: Grouped) -> Tensor:
     if weight.bits <= 4:
         value = (codes.float() - 8) * rounded(scale) + rounded(zero + 8 * scale)
     else:
-        high = ((codes >> 4).float() - 8) * rounded(16 * scale)
-        value = high + ((codes & 15).float() - 8) * rounded(scale) + rounded(zero + 136 * scale)
+        middle = _middle(weight.bits)
+        high = ((codes >> 4).float() - middle) * rounded(16 * scale)
+        value = high + ((codes & 15).float() - 8) * rounded(scale) + rounded(zero + (16 * middle + 8) * scale)
     return value.view(rows, width)
