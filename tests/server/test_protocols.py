@@ -9,6 +9,7 @@ server with a scripted model is started.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -240,3 +241,55 @@ def test_a_burst_of_counts_is_answered_while_streams_run(http: httpx.Client) -> 
         assert all(stream.result().status_code in (200, 429) for stream in streams)
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.json()["input_tokens"] for answer in answers}) == 1
+
+
+# Across protocols
+
+
+def test_protocols_share_one_prompt_and_cache(http: httpx.Client) -> None:
+    """The same conversation has the same tokens on every route, so that one route reuses what another computed."""
+    text = "Count the words of this sentence. " * 40
+    system = {"role": "system", "content": "Be brief."}
+    user = {"role": "user", "content": text}
+    chat = {"model": "m", "max_tokens": 2, "messages": [system, user]}
+    first = http.post("/v1/chat/completions", json=chat).json()["usage"]
+    body = {"model": "m", "max_tokens": 2, "messages": [user], "system": "Be brief."}
+    second = http.post("/v1/messages", json=body, headers=VERSION).json()["usage"]
+    body = {"model": "m", "max_output_tokens": 2, "input": [user], "instructions": "Be brief."}
+    third = http.post("/v1/responses", json=body).json()["usage"]
+    prompt = first["prompt_tokens"]
+    assert second["input_tokens"] + second["cache_read_input_tokens"] == prompt == third["input_tokens"]
+    assert second["cache_read_input_tokens"] > 0 and third["input_tokens_details"]["cached_tokens"] > 0
+
+
+def test_opencode_discovers_the_model_as_from_ollama(http: httpx.Client, server: Server) -> None:
+    """The sequence of its Ollama provider: tags, show by name, then chat at the base URL."""
+    (entry,) = http.get("/api/tags").json()["models"]
+    assert entry["name"] == entry["model"] == server.card["id"]
+    assert isinstance(entry["size"], int) and isinstance(entry["digest"], str) and isinstance(entry["modified_at"], str)
+    assert {"format", "family", "parameter_size", "quantization_level"} <= entry["details"].keys()
+    shown = http.post("/api/show", json={"model": entry["name"]}).json()
+    assert "completion" in shown["capabilities"]
+    lengths = [value for key, value in shown["model_info"].items() if key.endswith(".context_length")]
+    assert lengths == [server.card["max_model_len"]]
+    chat = {"model": entry["name"], "messages": HELLO, "max_tokens": 4, "stream": True}
+    assert sse(http.post("/v1/chat/completions", json=chat))[-1][1] == "[DONE]"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("change", ["null", "[]", '"x"', "{", '{"model": 5}', '{"model": "m"}'])
+def test_malformed_bodies_have_the_error_shape_of_their_route(http: httpx.Client, path: str, change: str) -> None:
+    answer = http.post(path, content=change, headers={**VERSION, "content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error" and answer.json()["error"]["message"]
+    assert ("type" in answer.json()) == (path == "/v1/messages")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses"])
+def test_changed_captures_are_answered_or_refused(http: httpx.Client, path: str) -> None:
+    """A sample of every single-field change: 200 or a 4xx, never a 5xx or a hang."""
+    name = captures.names(path)[0]
+    changes = [body for _, body in captures.mutations(short(name))]
+    for body in random.Random(path).sample(changes, 40):
+        answer = http.post(path, json=body, headers=VERSION)
+        assert answer.status_code in (200, 400), answer.text

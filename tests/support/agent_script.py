@@ -12,20 +12,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from tests.support.scripted import CHATML
+
 MODEL: Final = "flare-test/agents"
 CONTEXT: Final = 200_000
 ANSWER: Final = "The addition is mended and its test passes."
-_SPECIALS: Final = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-)
 
 
 def source(agent: str, sign: str = "-") -> str:
@@ -108,8 +99,7 @@ def script() -> dict[str, Any]:
         "model_id": MODEL,
         "recipe": "qwen38",
         "context": CONTEXT,
-        "tokenizer": {"synthetic": {"specials": list(_SPECIALS)}},
-        "eos": ["<|im_end|>", "<|endoftext|>"],
+        "tokenizer": dict(CHATML),
         "turns": turns,
     }
 

@@ -1,14 +1,9 @@
-"""A live server for tests: the one named by FLARE_API_TEST_URL and FLARE_API_TEST_KEY, or one started here."""
+"""The live server under test: the one named by FLARE_API_TEST_URL and FLARE_API_TEST_KEY, or one started here."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.clients import ROOT
-
-READY_SECONDS = 150
+from tests.support.graph import start_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,50 +42,13 @@ def named() -> Server | None:
     return Server(url, os.environ.get("FLARE_API_TEST_KEY", "")) if url else None
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextmanager
 def scripted(folder: Path, script: Mapping[str, Any], *settings: str) -> Iterator[Server]:
-    """Starts `python -m serve_app` with a scripted model on a free port; stops it at the end."""
+    """A graph with a scripted model, stopped at the end."""
     file = folder / "script.json"
     file.write_text(json.dumps(script))
-    port = free_port()
-    words = [f"model=scripted:{file}", f"port={port}", *settings]
-    log = folder / "server.log"
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "serve_app", *words],
-            cwd=ROOT,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-        try:
-            _wait(f"http://127.0.0.1:{port}", process, log)
-            yield Server(f"http://127.0.0.1:{port}", "")
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.3)
-    raise RuntimeError(f"the server did not start:\n{log.read_text()[-4000:]}")
+    graph = start_graph(folder / "server.log", f"model=scripted:{file}", *settings)
+    try:
+        yield Server(graph.url, "")
+    finally:
+        graph.stop()
