@@ -176,6 +176,11 @@ class FakeEngine:
                 generation.end("eos", child)
         return generation
 
+    def forget(self) -> None:
+        """Drops what was noted of past generations."""
+        self.generations.clear()
+        self._arrivals = asyncio.Queue()
+
     async def arrival(self) -> FakeGeneration:
         """The next generation that was enqueued."""
         return await asyncio.wait_for(self._arrivals.get(), 10)

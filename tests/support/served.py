@@ -26,7 +26,7 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def served(world: World) -> AsyncIterator[Site]:
     """Runs the application in this loop."""
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32 * 1024)  # inherited: readers are felt early
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(world.app, lifespan="on", log_level="critical", timeout_graceful_shutdown=1)
@@ -39,8 +39,7 @@ async def served(world: World) -> AsyncIterator[Site]:
     try:
         yield site
     finally:
-        for client in site.clients:
-            client.close()
+        await site.close_clients()
         server.should_exit = True
         await task
         listener.close()
@@ -134,7 +133,7 @@ class Site:
 
     async def connect(self, *, receive_buffer: int | None = None) -> Client:
         """`receive_buffer`: a small one makes a reader that doesn't read felt early."""
-        plain = socket.socket()
+        plain = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only then
         if receive_buffer is not None:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         plain.setblocking(False)
@@ -143,3 +142,12 @@ class Site:
         client = Client(reader, writer)
         self.clients.append(client)
         return client
+
+    async def close_clients(self) -> None:
+        """Closes every client, and waits until their sockets are gone."""
+        for client in self.clients:
+            client.close()
+        for client in self.clients:
+            with contextlib.suppress(ConnectionError):
+                await client.writer.wait_closed()
+        self.clients.clear()
