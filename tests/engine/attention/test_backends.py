@@ -1,0 +1,118 @@
+"""Every backend equals the oracle on mixed steps; capabilities refuse what a backend can't do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention import choose
+from engine.attention.flash import FlashAttention, installed
+from engine.attention.protocol import AttentionUnavailable, Batch, KvPool, Needs, Query
+from engine.attention.reference import ReferenceAttention
+
+NEEDS = Needs("cpu", torch.float32, heads=6, kv_heads=2, head_dim=16, layers=2, page_tokens=16, invariant=False)
+CPU = torch.device("cpu")
+
+
+def filled(needs: Needs, pages: int = 200) -> KvPool:
+    pool = KvPool(pages, needs, CPU)
+    generator = torch.Generator().manual_seed(4)
+    pool.keys[:, :pages].normal_(generator=generator)
+    pool.values[:, :pages].normal_(generator=generator)
+    return pool
+
+
+def batch(parts: list[tuple[int, int]], pool: KvPool, padding: int = 0) -> Batch:
+    """`parts`: (start, count) of slots 0, 1, …, with pages scattered over the pool."""
+    tables = np.random.default_rng(2).permutation(pool.pages)[: len(parts) * 40].reshape(len(parts), 40)
+    tables = tables.astype(np.int32)
+    queries, writes, offset = [], [], 0
+    for slot, (start, count) in enumerate(parts):
+        queries.append(Query(slot, start, count, offset))
+        places = np.arange(start, start + count)
+        writes.append(tables[slot, places // 16].astype(np.int64) * 16 + places % 16)
+        offset += count
+    writes.append(np.full(padding, pool.pages * 16))
+    flat = torch.from_numpy(np.concatenate(writes))
+    return Batch(queries, offset + padding, tables, torch.from_numpy(tables), flat)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(0, 1)],
+        [(40, 1), (3, 1), (99, 1)],
+        [(600, 1), (20, 1), (511, 1), (512, 1)],
+        [(17, 1), (130, 1), (0, 33), (64, 21)],
+        [(0, 130)],
+        [(500, 30)],
+    ],
+)
+def test_cpu_equals_the_oracle(parts: list[tuple[int, int]], invariant: bool) -> None:
+    needs = replace(NEEDS, invariant=invariant)
+    first, second = filled(needs), filled(needs)
+    step = batch(parts, first, padding=3)
+    generator = torch.Generator().manual_seed(9)
+    query = torch.randn(step.rows, 6, 16, generator=generator)
+    key, value = torch.randn(2, step.rows, 2, 16, generator=generator)
+    backend, oracle = choose("cpu", needs, first), ReferenceAttention(second)
+    real = step.rows - 3
+    for layer in (0, 1):
+        found = backend.forward(query, key, value, layer, backend.prepare(step))
+        wanted = oracle.forward(query, key, value, layer, oracle.prepare(step))
+        assert torch.allclose(found[:real], wanted[:real], atol=2e-6)
+        assert torch.isfinite(found).all()
+    assert torch.equal(first.keys, second.keys)
+    assert torch.equal(first.values, second.values)
+
+
+def test_consecutive_steps_see_what_was_written() -> None:
+    """Backends may remember what they gathered: it must stay true while pages are written, moved and reused."""
+    first, second = filled(NEEDS), filled(NEEDS)
+    backend, oracle = choose("cpu", NEEDS, first), ReferenceAttention(second)
+    generator = torch.Generator().manual_seed(1)
+    rng = np.random.default_rng(3)
+    tables = rng.permutation(200)[:120].reshape(3, 40).astype(np.int32)
+    lengths = [5, 60, 130]
+    for number in range(40):
+        if number == 15:  # slot 1 changes hands: other pages, a shorter context
+            tables[1], lengths[1] = rng.permutation(np.arange(200))[:40], 9
+        if number == 25:  # the same length, yet other pages
+            tables[2, :8] = [page for page in range(200) if page not in tables][:8]
+        active = [slot for slot in range(3) if rng.random() < 0.8]
+        queries = [Query(slot, lengths[slot], 1, row) for row, slot in enumerate(active)]
+        writes = [int(tables[q.slot, q.start // 16]) * 16 + q.start % 16 for q in queries]
+        step = Batch(queries, len(active), tables, torch.from_numpy(tables), torch.tensor(writes, dtype=torch.int64))
+        if not active:
+            continue
+        query = torch.randn(len(active), 6, 16, generator=generator)
+        key, value = torch.randn(2, len(active), 2, 16, generator=generator)
+        for layer in (0, 1):
+            found = backend.forward(query, key, value, layer, backend.prepare(step))
+            wanted = oracle.forward(query, key, value, layer, oracle.prepare(step))
+            assert torch.allclose(found, wanted, atol=2e-6), number
+        for slot in active:
+            lengths[slot] += 1
+
+
+def test_explicit_choices_never_fall_back() -> None:
+    pool = filled(NEEDS, 4)
+    assert choose("auto", NEEDS, pool).name == "cpu"
+    with pytest.raises(AttentionUnavailable, match=r"'reference' .* missing: invariant numerics"):
+        choose("reference", replace(NEEDS, invariant=True), pool)
+    with pytest.raises(AttentionUnavailable, match=r"'flash' .* missing: device cpu \(has cuda\)"):
+        choose("flash", NEEDS, pool)
+    with pytest.raises(AttentionUnavailable, match="'triton_paged'"):
+        choose("triton_paged", NEEDS, pool)
+
+
+def test_flash_names_each_thing_that_is_missing() -> None:
+    odd = replace(NEEDS, dtype=torch.float32, head_dim=40, page_tokens=20)
+    found = "; ".join(FlashAttention.missing(odd))
+    for words in ("device cpu", "torch.float32", "head size 40", "pages of 20 tokens"):
+        assert words in found
+    assert ("a package" in found) == (installed() is None)
