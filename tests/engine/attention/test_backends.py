@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from engine.attention import choose
 from engine.attention.flash import FlashAttention, installed
@@ -27,8 +28,8 @@ def filled(needs: Needs, pages: int = 200) -> KvPool:
 
 def batch(parts: list[tuple[int, int]], pool: KvPool, padding: int = 0) -> Batch:
     """`parts`: (start, count) of slots 0, 1, …, with pages scattered over the pool."""
-    tables = np.random.default_rng(2).permutation(pool.pages)[: len(parts) * 40].reshape(len(parts), 40)
-    tables = tables.astype(np.int32)
+    pages = np.random.default_rng(2).permutation(pool.pages)[: len(parts) * 40]
+    tables: NDArray[np.int32] = pages.reshape(len(parts), 40).astype(np.int32)
     queries, writes, offset = [], [], 0
     for slot, (start, count) in enumerate(parts):
         queries.append(Query(slot, start, count, offset))

@@ -46,7 +46,7 @@ def feed(driver: Driver, more: list[int]) -> torch.Tensor:
     """Logits of IDS' last position and of `more`, each a one-token chunk."""
     captured = Captured(driver)
     driver.prefill(0, IDS, chunk=32)
-    for index, token in enumerate(more):
+    for index in range(len(more)):
         place = len(IDS) + index
         driver.prefill(0, [*IDS, *more[: index + 1]], cached=place, table=list(range(40)))
     return captured.take()
