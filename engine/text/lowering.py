@@ -10,6 +10,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from engine.config import LogprobLimits, Manifest
 from engine.recipes.recipe import SAMPLING_FIELDS, Recipe, SamplingTable
 from engine.recipes.sampling import check
 from engine.text.conversation import ConversationRenderer, RenderedConversation
-from engine.text.labels import label_ids
+from engine.text.labels import Labels
 from engine.types.constraint import Constraint
 from engine.types.conversation import Conversation
 from engine.types.request import (
@@ -166,7 +167,11 @@ class Lowering:
         if not isinstance(conversation, Conversation):
             raise RequestError("labels need a conversation")
         rendered = self._conversations.render(request, conversation, vision=self._limits.vision)
-        return label_ids(self._model.tokenizer, self._model.tokens, rendered.segments, labels)
+        return self._labels.after(rendered.segments, labels)
+
+    @cached_property
+    def _labels(self) -> Labels:
+        return Labels(self._model.tokenizer, self._model.tokens)
 
     def default_budget_problem(self) -> str:
         """Why this model can't have a default reasoning budget; empty when it can."""
