@@ -1,0 +1,42 @@
+"""When a step counts as hung."""
+
+from __future__ import annotations
+
+from engine.scheduler.pace import FLOOR, LEARNING, MULTIPLE, StepPace
+
+
+def test_the_ceiling_holds_until_steps_were_seen() -> None:
+    pace = StepPace(120.0)
+    assert pace.predict(100) is None and pace.limit(100) == 120.0
+    for _ in range(LEARNING - 1):
+        pace.learn(100, 0.01)
+    assert pace.limit(100) == 120.0
+    pace.learn(100, 0.01)
+    assert pace.limit(100) == FLOOR
+
+
+def test_limits_follow_the_work() -> None:
+    pace = StepPace(1000.0)
+    for _ in range(LEARNING):
+        pace.learn(100, 2.0)
+    assert pace.limit(100) == MULTIPLE * 2.0
+    assert pace.limit(800) == MULTIPLE * 16.0
+    assert pace.limit(1e9) == 1000.0
+    assert pace.limit(1) == MULTIPLE * 2.0, "less work is not known to be faster"
+
+
+def test_a_slow_step_is_forgotten_slowly() -> None:
+    pace = StepPace(1000.0)
+    pace.learn(100, 10.0)
+    pace.learn(100, 0.1)
+    assert pace.predict(100) is not None and 9 < (pace.predict(100) or 0) < 10
+    for _ in range(500):
+        pace.learn(100, 0.1)
+    assert (pace.predict(100) or 0) < 0.2
+
+
+def test_a_short_ceiling_wins_over_the_floor() -> None:
+    pace = StepPace(5.0)
+    for _ in range(LEARNING):
+        pace.learn(1, 0.001)
+    assert pace.limit(1) == 5.0
