@@ -187,13 +187,18 @@ _DECODERS: Final[dict[str, Callable[[bytes, int], Iterable[bytes]]]] = {
 }
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object that `data` holds. Of duplicate names the last one counts; NaN, infinities, lone surrogates,
+def parse_value(data: bytes) -> Any:
+    """The JSON value that `data` holds. Of duplicate names the last one counts; NaN, infinities, lone surrogates,
     invalid UTF-8 and nesting beyond 1024 are refused. Raises InvalidRequest."""
     try:
-        value = orjson.loads(data) if len(data) <= INLINE_BYTES else parse_sliced(data)
+        return orjson.loads(data) if len(data) <= INLINE_BYTES else parse_sliced(data)
     except (orjson.JSONDecodeError, JsonError) as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object that `data` holds. Raises InvalidRequest, also for other values."""
+    value = parse_value(data)
     if not isinstance(value, dict):
         raise InvalidRequest("the request body must be a JSON object")
     return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from serve_app.ingress import admin, messages, openai, responses
+from serve_app.ingress import admin, decisions, messages, openai, responses
 from serve_app.ingress.http import Ingress, Route
 from serve_app.ingress.service import Service
 
@@ -17,12 +17,16 @@ FAMILIES: Final[dict[str, tuple[Callable[[Service], list[Route]], ...]]] = {
     "openai": (openai.routes, admin.routes),
     "messages": (messages.routes,),
     "responses": (responses.routes,),
+    "systemone": (decisions.systemone_routes,),
+    "decisions": (decisions.decisions_routes,),
 }
 """Family → its routes."""
 PREFIXES: Final[dict[str, str]] = {
     "openai": "/",
     "messages": "/v1/messages",
     "responses": "/v1/responses",
+    "systemone": "/v1/systemone",
+    "decisions": "/v1/decisions",
 }
 """Family → route prefix of its application in the full layout."""
 

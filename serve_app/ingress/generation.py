@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -29,6 +29,7 @@ from serve_app.ingress.ports import Generation, Outcome
 from serve_app.ingress.service import Service
 
 Decode = Callable[[Mapping[str, Any], DecodeLimits], Decoded]
+Result = TypeVar("Result")
 MakeEncoder = Callable[[ResponseContext, Decoded], Encoder]
 
 
@@ -58,8 +59,11 @@ def handler(service: Service, protocol: Protocol) -> Handler:
 
 
 async def read_decoded(
-    service: Service, request: Request, decode: Decode, charge: Callable[[int], None] | None = None
-) -> Decoded:
+    service: Service,
+    request: Request,
+    decode: Callable[[dict[str, Any], DecodeLimits], Result],
+    charge: Callable[[int], None] | None = None,
+) -> Result:
     """The request's body, bounded and decoded. Raises ProtocolError and ClientGone."""
     settings = service.settings
     encoding = body.content_encoding(request.headers)

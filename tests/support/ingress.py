@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -170,7 +171,11 @@ class FakeEngine:
         generation = FakeGeneration(request_id, request)
         self.generations.append(generation)
         self._arrivals.put_nowait(generation)
-        if self.reply is not None:
+        wanted = request.children[0].output.logprob_token_ids
+        if self.reply is not None and wanted:
+            generation.say(Update(0, (scores(wanted),), cached_tokens=1))
+            generation.end("limit")
+        elif self.reply is not None:
             for child in range(len(request.children)):
                 generation.text(self.reply, child)
                 generation.end("eos", child)
@@ -184,6 +189,12 @@ class FakeEngine:
     async def arrival(self) -> FakeGeneration:
         """The next generation that was enqueued."""
         return await asyncio.wait_for(self._arrivals.get(), 10)
+
+
+def scores(ids: Sequence[int]) -> TokenRecord:
+    """A token with log probabilities of `ids`: 1/2, 1/4, 1/8 and so on."""
+    alternatives = tuple((id, -math.log(2) * (place + 1)) for place, id in enumerate(ids))
+    return TokenRecord(*alternatives[0], alternatives)
 
 
 class FakePreprocessor:
