@@ -96,9 +96,9 @@ def renderer_for(model: ModelPort) -> Renderer | None:
 
 
 def control_spellings(model: ModelPort) -> set[str]:
-    """Spellings that conversation text must not smuggle in: every special token, and the recipe's own delimiters."""
+    """Spellings that conversation text must not smuggle in: every control token, and the recipe's own delimiters."""
     tokens = model.tokens
-    words = {tokens.text(token) for token in range(tokens.vocab_size) if tokens.is_special(token)}
+    words = {tokens.text(token) for token in range(tokens.vocab_size) if tokens.is_control(token)}
     words.update(model.recipe.stop_tokens)
     syntax = model.recipe.reasoning
     if syntax is not None:

@@ -76,6 +76,9 @@ class ByteTokens:
     def is_special(self, token: int) -> bool:
         return token >= 256
 
+    def is_control(self, token: int) -> bool:
+        return token >= 256
+
 
 @dataclass(frozen=True)
 class ByteModel:

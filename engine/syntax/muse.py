@@ -1,0 +1,95 @@
+"""Muse Spark's addressed messages: ` to=RECIPIENT<|message|>…<|eom|>`, the next one after `<|start|>assistant`.
+
+To `self` is reasoning, to `user` and `commentary` visible, to `developer` dropped, to a tool a call in ATEM elements.
+A message without a recipient is reasoning.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from engine.syntax.arguments import Malformed, Schemas, convert, object_json
+from engine.syntax.patterns import Name, Pattern, Space, lit
+from engine.syntax.qwen import unwrap
+from engine.syntax.states import CallForm, Layout, Rule, Setup, State, literal
+
+START: Final = "<|start|>assistant"
+MESSAGE: Final = "<|message|>"
+ENDS: Final = ("<|eom|>", "<|eot|>")
+INVOKE: Final = Pattern((lit("<atem:invoke"), Space(), lit('name="'), Name('"', barred="<>\n"), lit(">")))
+INVOKE_END: Final = "</atem:invoke>"
+_HEADER: Final = re.compile(r'<atem:invoke\s+name="([^"]*)">')
+_PARAMETER: Final = re.compile(r'\s*<atem:parameter\s+name="([^"]*)">(.*?)</atem:parameter>\s*', re.DOTALL)
+_TARGETS: Final = {"self": "reasoning", "user": "content", "commentary": "content", "developer": "dropped"}
+
+
+def layout(setup: Setup) -> Layout:
+    def route(recipient: str) -> str:
+        target = _TARGETS.get(recipient.strip(), "addressed" if setup.tools else "content")
+        return "answer" if setup.structured and target == "content" else target
+
+    ends = (*(literal(end, "between") for end in ENDS), literal(START, "header"))
+    form = CallForm(INVOKE_END, parse_call, after="calls", spell=single)
+    invoke = Rule(INVOKE, call=form, region="tool", tool=True)
+    headers = (
+        Rule(Pattern((lit(" to=", "to="), Name(MESSAGE, barred="\n\r"))), route=route, trim=False),
+        literal(MESSAGE, "reasoning"),
+    )
+    plain = "reasoning" if setup.structured else "content"
+    states = {
+        "header": State(
+            "control", headers, otherwise=plain, lead="keep", openers=(" to=",) if setup.structured else ()
+        ),
+        "reasoning": State("reasoning", ends, reasoning=True),
+        "content": State("text", ends),
+        "dropped": State("control", ends),
+        "between": State(
+            "control",
+            (*(literal(end, "between") for end in ENDS), literal(START, "header"), *headers),
+            otherwise=plain,
+            openers=(START,) if setup.structured else (),
+        ),
+        "answer": State("text", (), otherwise="verbatim", lead="keep", due=True),
+        "verbatim": State("text"),
+        "addressed": State(
+            "tool", (literal("<atem:function_calls>", "calls", region="tool"), invoke), strict=True, tool=True
+        ),
+        "calls": State(
+            "tool", (invoke, literal("</atem:function_calls>", "called", region="tool")), strict=True, tool=True
+        ),
+        "called": State(
+            "control",
+            (*(literal(end, "between") for end in ENDS), literal(START, "header")),
+            otherwise="dropped",
+        ),
+    }
+    return Layout(states, "header")
+
+
+def single(name: str) -> str:
+    """A tool's name; a bare name that came back doubled (`w.w`) is collapsed."""
+    name = name.strip()
+    half = len(name) // 2
+    return name[:half] if name[half : half + 1] == "." and name[:half] == name[half + 1 :] else name
+
+
+def parse_call(text: str, schemas: Schemas) -> tuple[str, str]:
+    """A call from `<atem:invoke …>` to its closing tag. Raises Malformed."""
+    header = _HEADER.match(text)
+    if header is None:
+        raise Malformed("a tool call has no function header")
+    name = single(header[1])
+    end = len(text) - len(INVOKE_END)
+    arguments: dict[str, Any] = {}
+    at = header.end()
+    while text[at:end].strip():
+        found = _PARAMETER.match(text, at, end)
+        if found is None:
+            raise Malformed(f"the call to {name!r} has text outside its parameters")
+        key = found[1].strip()
+        if not key:
+            raise Malformed(f"the call to {name!r} has a parameter without a name")
+        arguments[key] = convert(unwrap(found[2]), schemas.parameter(name, key))
+        at = found.end()
+    return name, object_json(arguments)

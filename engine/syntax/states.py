@@ -1,0 +1,172 @@
+"""What a family's machine is made of: states, the rules that lead from one to another, and the forms of its calls.
+
+Data only; `engine.syntax.machine` runs it. Rules are tried where their first literal stands; the reasoning delimiters
+that a tokenizer has as one token stand in the text as one private character, so that the same letters in ordinary
+pieces don't match.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Literal
+
+from engine.syntax.arguments import Schemas
+from engine.syntax.patterns import Pattern, lit
+from engine.types.events import Region
+
+OPEN_TOKEN: Final = "\ud901"
+CLOSE_TOKEN: Final = "\ud902"
+"""Private characters (lone surrogates, which no decoded text holds) that stand for single-token delimiters."""
+
+NEWLINES: Final = re.compile(r"\n*")
+WHITESPACE: Final = re.compile(r"\s*")
+
+Parse = Callable[[str, Schemas], tuple[str, str]]
+"""A call's whole text → its name and the JSON text of its arguments. Raises engine.syntax.arguments.Malformed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a call is written. It ends at `closer`, outside of pairs of `quote` when there is one (`escapes`: a
+    backslash escapes the next character). `header`: the pattern after the opener that yields the name, when the
+    opener itself doesn't. `spell`: a captured name → the tool's name. `after`: the state that follows."""
+
+    closer: str
+    parse: Parse
+    after: str
+    spell: Callable[[str], str] = str.strip
+    header: Pattern | None = None
+    quote: str = ""
+    escapes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Where `pattern` matches, its consumed text gets `region` and the machine goes to `target`, or to what `route`
+    makes of the captured name. `call`: the match opens a call. `tool`: an undecided match that has its first literal
+    counts as an incomplete call when the output ends. `trim`: newlines before the match are markup too."""
+
+    pattern: Pattern
+    target: str = ""
+    region: Region = "control"
+    call: CallForm | None = None
+    tool: bool = False
+    trim: bool = True
+    route: Callable[[str], str] | None = None
+
+
+Lead = Literal["keep", "drop"]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Text that no rule matches gets `region`. `otherwise`: rules are tried only at the start, after `skip`; any
+    other text leads there, taking the skipped text along ("keep") or not ("drop"). `strict`: text other than
+    whitespace is an error. `reasoning`/`tool`: what the machine reports while in it. `due`: a constrained answer may
+    begin here; `openers`: spelled-out texts with which something else may begin where an answer is expected, a call,
+    reasoning or markup before the answer."""
+
+    region: Region = "text"
+    rules: tuple[Rule, ...] = ()
+    otherwise: str | None = None
+    skip: re.Pattern[str] = NEWLINES
+    lead: Lead = "drop"
+    strict: bool = False
+    reasoning: bool = False
+    tool: bool = False
+    due: bool = False
+    openers: tuple[str, ...] = ()
+
+    @cached_property
+    def firsts(self) -> frozenset[str]:
+        """The characters with which a rule may begin."""
+        return frozenset(option[0] for rule in self.rules for option in rule.pattern.first)
+
+    @cached_property
+    def hot(self) -> re.Pattern[str]:
+        """Finds the next character that needs a closer look."""
+        if self.otherwise is not None or self.strict:
+            return re.compile(r"(?s:.)")
+        if not self.rules:
+            return re.compile(r"(?!)")
+        newline = r"\n" if any(rule.trim for rule in self.rules) else ""
+        return re.compile(f"[{''.join(re.escape(char) for char in sorted(self.firsts))}{newline}]")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a family needs to know to lay out its states. `open`, `close`: the reasoning delimiters as they stand in
+    the text (a private character when they are one token); empty when the recipe has none. `open_text`: the opener
+    spelled out."""
+
+    opening: Literal["reasoning", "content"]
+    open: str
+    close: str
+    open_text: str
+    tools: bool
+    structured: bool
+    options: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A family's states and where its output starts. The state named "verbatim" is a constrained answer under way."""
+
+    states: Mapping[str, State]
+    start: str
+
+
+def literal(text: str, target: str, *, region: Region = "control", trim: bool = True) -> Rule:
+    """A rule for one literal."""
+    return Rule(Pattern((lit(text),)), target, region, trim=trim)
+
+
+def standard(
+    setup: Setup,
+    calls: Sequence[Rule],
+    *,
+    reasoning_calls: Sequence[Rule] | None = None,
+    after_call: Sequence[Rule] = (),
+    extra: Mapping[str, State] | None = None,
+    openers: tuple[str, ...] = (),
+) -> Layout:
+    """The layout of families whose output is reasoning, then an answer with calls in it.
+
+    `calls` open calls in the answer, `reasoning_calls` (default: the same) end reasoning as well. `after_call`:
+    markup that may follow a call. `openers`: how a call may begin (State.openers).
+    """
+    calls = tuple(calls) if setup.tools else ()
+    in_reasoning = calls if reasoning_calls is None else tuple(reasoning_calls) if setup.tools else ()
+    openers = (*(openers if setup.tools else ()), *((setup.open_text,) if setup.open_text else ()))
+    opens = (literal(setup.open, "reasoning_start"),) if setup.open else ()
+    closes = (literal(setup.close, "answer" if setup.structured else "content_start"),) if setup.close else ()
+    strays = (literal(setup.close, "content"),) if setup.close else ()
+    thinking = (*closes, *_strayed(setup), *in_reasoning)
+    content = (*opens, *strays, *calls)
+    states = {
+        "reasoning": State("reasoning", thinking, reasoning=True),
+        "reasoning_start": State("reasoning", thinking, otherwise="reasoning", reasoning=True),
+        "content": State("text", content),
+        "content_start": State("text", content, otherwise="content"),
+        "answer": State("text", (*opens, *calls), otherwise="verbatim", lead="keep", due=True, openers=openers),
+        "verbatim": State("text"),
+        "after_call": State(
+            "text",
+            (*after_call, *content),
+            otherwise="verbatim" if setup.structured else "content",
+            skip=WHITESPACE,
+            due=setup.structured,
+            openers=(*openers, *(option for rule in after_call for option in rule.pattern.first)),
+        ),
+        **(extra or {}),
+    }
+    answer = "answer" if setup.structured else "content"
+    return Layout(states, "reasoning" if setup.opening == "reasoning" else answer)
+
+
+def _strayed(setup: Setup) -> tuple[Rule, ...]:
+    """A second opener inside reasoning is markup, not text."""
+    return (literal(setup.open, "reasoning", trim=False),) if setup.open else ()
