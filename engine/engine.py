@@ -122,6 +122,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._poked = False
         self._paused = False
+        self._resting = False
         self._live = 0
         self._ids: set[str] = set()
         self._thread: threading.Thread | None = None
@@ -193,10 +194,11 @@ class Engine:
         return self._paused
 
     def drain(self, timeout: float) -> bool:
-        """Pauses, then waits until every request has ended. False when some had not in time."""
+        """Pauses, then waits until every request has ended and the ranks are done with all they were sent. False when
+        that took longer."""
         self.pause()
         with self._lock:
-            return self._lock.wait_for(lambda: self._live == 0, timeout)
+            return self._lock.wait_for(lambda: self._live == 0 and (self._resting or self._state == "down"), timeout)
 
     def close(self) -> None:
         """Ends every request as unavailable, the thread and the ranks."""
@@ -266,8 +268,10 @@ class Engine:
     def _rest(self) -> None:
         """Sleeps until another thread has something."""
         with self._lock:
+            self._resting = True
+            self._lock.notify_all()
             self._lock.wait_for(lambda: self._inbox or self._poked or self._state == "closed")
-            self._poked = False
+            self._poked = self._resting = False
         self._progress = time.monotonic()
 
     def _fill(self) -> None:
