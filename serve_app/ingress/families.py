@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from serve_app.ingress import admin, decisions, messages, openai, responses
+from serve_app.ingress import admin, decisions, docs, messages, openai, responses
 from serve_app.ingress.http import Ingress, Route
 from serve_app.ingress.service import Service
 
 FAMILIES: Final[dict[str, tuple[Callable[[Service], list[Route]], ...]]] = {
-    "openai": (openai.routes, admin.routes),
+    "openai": (openai.routes, admin.routes, docs.routes),
     "messages": (messages.routes,),
     "responses": (responses.routes,),
     "systemone": (decisions.systemone_routes,),

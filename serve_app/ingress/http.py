@@ -120,7 +120,7 @@ Handler = Callable[[Request], Awaitable[None]]
 @dataclass(frozen=True, slots=True)
 class Route:
     """`path` is whole; with `prefix` also everything below it. `open`: needs no key. `x_api_key`: takes that header
-    too. `description` and schemas for the API document are in `serve_app.openapi`."""
+    too. What the API document says of it is in `serve_app.openapi`."""
 
     method: str
     path: str
@@ -150,9 +150,10 @@ class Ingress:
         own_request_id: bool,
         on_shutdown: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self.routes = tuple(routes)
         self._exact: dict[str, dict[str, Route]] = {}
         self._prefixes: list[Route] = []
-        for route in routes:
+        for route in self.routes:
             if route.prefix:
                 self._prefixes.append(route)
             else:

@@ -1,0 +1,141 @@
+"""The document is true to the routes and valid; the page stands alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import jsonschema
+import pytest
+
+from serve_app import docs_page, openapi
+from tests.support.ingress import CHAT, World, asynchronous, call
+
+DOCUMENT = openapi.document()
+VERSION = ("anthropic-version", "2023-06-01")
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "ab", "max_tokens": 4},
+    "/v1/responses": {"model": "m", "input": "hi"},
+    "/v1/messages": CHAT,
+    "/v1/messages/count_tokens": CHAT,
+    "/v1/systemone": {"model": "m", "state": "s", "questions": {"q": {"type": "noul"}}},
+    "/v1/decisions": {"model": "m", "input": "s", "questions": [{"type": "predicate", "instructions": "?"}]},
+    "/api/show": {"model": "org/tiny-model"},
+}
+
+
+def operations() -> list[tuple[str, str, dict[str, Any]]]:
+    return [
+        (method.upper(), path, operation)
+        for path, methods in DOCUMENT["paths"].items()
+        for method, operation in methods.items()
+    ]
+
+
+def check(value: Any, schema: dict[str, Any]) -> None:
+    jsonschema.validate(value, {**schema, "components": DOCUMENT["components"]})
+
+
+@asynchronous
+async def test_every_route_is_documented_and_nothing_else() -> None:
+    routes = World().app.routes
+    served = {(route.method, route.path + ("/{model}" if route.prefix else ""), route.open) for route in routes}
+    assert served == {(method, path, operation["security"] == []) for method, path, operation in operations()}
+
+
+def test_references_resolve_and_operation_ids_are_unique() -> None:
+    text = json.dumps(DOCUMENT)
+    names = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
+    assert names <= set(DOCUMENT["components"]["schemas"])
+    ids = [operation["operationId"] for _, _, operation in operations()]
+    assert len(set(ids)) == len(ids)
+    assert '"title": "Max Tokens"' not in text
+
+
+def test_schemas_are_schemas() -> None:
+    for schema in DOCUMENT["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+@asynchronous
+async def test_requests_and_answers_match_their_schemas(path: str) -> None:
+    operation = DOCUMENT["paths"][path]["post"]
+    check(REQUESTS[path], operation["requestBody"]["content"]["application/json"]["schema"])
+    reply = await call(World().app, "POST", path, REQUESTS[path], [VERSION])
+    assert reply.status == 200, reply.body
+    check(reply.json, operation["responses"]["200"]["content"]["application/json"]["schema"])
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+@asynchronous
+async def test_errors_match_their_schemas(path: str) -> None:
+    operation = DOCUMENT["paths"][path]["post"]
+    for body, headers in [(b"{", []), (b"{}", []), (b"{}", [("content-encoding", "lzma")])]:
+        reply = await call(World().app, "POST", path, body, [VERSION, *headers])
+        described = operation["responses"][str(reply.status)]
+        check(reply.json, described["content"]["application/json"]["schema"])
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{model}", "/api/tags", "/health"])
+@asynchronous
+async def test_discovery_matches_its_schemas(path: str) -> None:
+    reply = await call(World().app, "GET", path.replace("{model}", "org/tiny-model"))
+    described = DOCUMENT["paths"][path]["get"]["responses"]["200"]
+    check(reply.json, described["content"]["application/json"]["schema"])
+
+
+@asynchronous
+async def test_served() -> None:
+    world = World()
+    document = await call(world.app, "GET", "/openapi.json")
+    assert document.json == json.loads(json.dumps(DOCUMENT))
+    page = await call(world.app, "GET", "/docs")
+    assert page.header("content-type") == "text/html; charset=utf-8"
+    assert page.body == docs_page.page()
+
+
+class Links(HTMLParser):
+    """Collects what a page would load, and checks that its tags close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loaded += [value or "" for name, value in attrs if name == "src" or (tag == "link" and name == "href")]
+        if tag == "script":
+            self.loaded.append(tag)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_page_loads_nothing_and_names_every_route() -> None:
+    text = docs_page.page().decode()
+    links = Links()
+    links.feed(text)
+    assert links.loaded == [] and links.open == []
+    for method, path, _ in operations():
+        assert f'<span class="method">{method}</span> <code>{path}</code>' in text
+    assert "max_completion_tokens" in text and "thinking_token_budget" in text
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "integer", "minimum": 0, "maximum": 20}, "integer from 0 to 20"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "string"),
+        ({"type": "array", "items": {"$ref": "x"}}, "array of object"),
+        ({"enum": ["a", "b"]}, '"a", "b"'),
+        ({}, "any"),
+    ],
+)
+def test_types_in_words(schema: dict[str, Any], text: str) -> None:
+    assert docs_page.type_text(schema) == text
