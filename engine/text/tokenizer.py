@@ -48,6 +48,15 @@ class TokenTable:
         """The token's bytes as text, U+FFFD where they aren't UTF-8."""
         return self._pieces[token].decode("utf-8", "replace")
 
+    @cached_property
+    def whole(self) -> list[str | None]:
+        """Each token's text, None where its bytes alone aren't UTF-8."""
+        return [_strict(piece) for piece in self._pieces]
+
+    @cached_property
+    def specials(self) -> frozenset[int]:
+        return frozenset(number for number, flags in enumerate(self._flags) if flags & _SPECIAL)
+
     def is_special(self, token: int) -> bool:
         """Declared special by the tokenizer: hidden from text where special tokens are skipped."""
         return bool(self._flags[token] & _SPECIAL)
@@ -83,6 +92,13 @@ class TokenTable:
             raise ValueError(f"{path} is a truncated token table")
         pieces = [blob[begin:end] for begin, end in pairwise(offsets)]
         return cls(pieces, data[flags_at : flags_at + count])
+
+
+def _strict(piece: bytes) -> str | None:
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
 
 
 def build_table(definition: Mapping[str, Any], vocab_size: int) -> TokenTable:
