@@ -1,4 +1,4 @@
-"""The builders: one application a protocol family, preprocessor, engine, and `build` for the compact layout.
+"""The builders: one application a protocol family, one for the model, and `build` for the compact layout.
 
 Every builder takes the same arguments (`config=flare.toml` and any `key=value`), so that one settings file gives the
 same server through `serve run`, `serve deploy` and `python -m serve_app`. Owns names, routes and resources of
@@ -24,8 +24,9 @@ from serve_app.preprocessor import PreprocessorReplica
 from serve_app.settings import Settings, cores, load
 from serve_app.startup import ResolvedDevice, Startup, start
 
-ENGINE: Final = "engine"
-PREPROCESSOR: Final = "preprocessor"
+MODEL: Final = "engine"
+ENGINE: Final = "Engine"
+PREPROCESSOR: Final = "Preprocessor"
 FULL_HUB: Final = "flare"
 WIDE: Final = 1_000_000
 """Serve's own queues never answer first: admission is the Engine replica's."""
@@ -49,11 +50,8 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def build_engine(args: dict[str, Any]) -> Application:
-    return _engine(_full(args))
-
-
-def build_preprocessor(args: dict[str, Any]) -> Application:
-    return _preprocessor(_full(args))
+    """Preprocessor and Engine, reachable by handle alone."""
+    return _model(_full(args))
 
 
 def build_openai(args: dict[str, Any]) -> Application:
@@ -74,17 +72,13 @@ def targets(startup: Startup) -> list[Target]:
     if startup.settings.layout == "compact":
         return [Target("flare", "/", _compact(startup))]
     families = [Target(name, PREFIXES[name], _family(startup, (name,))) for name in FAMILIES]
-    inner = [Target(ENGINE, None, _engine(startup))]
-    if _preprocessors(startup.settings):
-        inner.append(Target(PREPROCESSOR, None, _preprocessor(startup)))
-    return inner + families
+    return [Target(MODEL, None, _model(startup)), *families]
 
 
 def serve_config(args: Mapping[str, Any]) -> dict[str, Any]:
     """The full layout as a Serve config: what `serve deploy` and KubeRay's `serveConfigV2` take. `args` go to every
     application; host and port come from the settings they give."""
     settings = load({**args, "graph.layout": "full"})
-    names = [ENGINE, *([PREPROCESSOR] if _preprocessors(settings) else []), *FAMILIES]
     applications = [
         {
             "name": name,
@@ -92,7 +86,7 @@ def serve_config(args: Mapping[str, Any]) -> dict[str, Any]:
             "import_path": f"serve_app.app:build_{name}",
             "args": dict(args),
         }
-        for name in names
+        for name in (MODEL, *FAMILIES)
     ]
     http = {"host": settings.server.host, "port": settings.server.port}
     return {"proxy_location": "EveryNode", "http_options": http, "applications": applications}
@@ -117,12 +111,19 @@ def _start(settings: Settings, hub: str = FULL_HUB) -> Startup:
 
 
 def _compact(startup: Startup) -> Application:
-    lowering = _preprocessor(startup) if _preprocessors(startup.settings) else None
-    return _ingress(startup, tuple(FAMILIES), _engine(startup), lowering)
+    preprocessor = _preprocessor(startup, None) if _preprocessors(startup.settings) else None
+    return _ingress(startup, tuple(FAMILIES), _engine(startup), preprocessor)
+
+
+def _model(startup: Startup) -> Application:
+    """The Preprocessor stands at the application's head: with HAProxy, Serve gives a head no router of its own choice,
+    and the Engine needs one."""
+    return _preprocessor(startup, _engine(startup))
 
 
 def _family(startup: Startup, families: tuple[str, ...]) -> Application:
-    return _ingress(startup, families, ENGINE, PREPROCESSOR if _preprocessors(startup.settings) else None)
+    preprocessor = (MODEL, PREPROCESSOR) if _preprocessors(startup.settings) else None
+    return _ingress(startup, families, (MODEL, ENGINE), preprocessor)
 
 
 def _preprocessors(settings: Settings) -> int:
@@ -146,7 +147,7 @@ def _engine(startup: Startup) -> Application:
             request_router_class="cluster.routing:EngineRouter"  # type: ignore[arg-type] # Serve takes import paths
         )
     deployment = serve.deployment(
-        name="Engine",
+        name=ENGINE,
         num_replicas=graph.engines,
         max_ongoing_requests=WIDE,
         ray_actor_options={"num_cpus": REPLICA_CPUS},
@@ -163,16 +164,17 @@ def _engine(startup: Startup) -> Application:
     return deployment(EngineReplica).bind(startup)
 
 
-def _preprocessor(startup: Startup) -> Application:
+def _preprocessor(startup: Startup, engine: Application | None) -> Application:
+    """`engine`: bound below it, so that Serve deploys it too."""
     deployment = serve.deployment(
-        name="Preprocessor",
-        num_replicas=_preprocessors(startup.settings),
+        name=PREPROCESSOR,
+        num_replicas=max(1, _preprocessors(startup.settings)),
         max_ongoing_requests=WIDE,
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=1,
     )
-    return deployment(PreprocessorReplica).bind(startup)
+    return deployment(PreprocessorReplica).bind(startup, engine)
 
 
 def _ingress(startup: Startup, families: tuple[str, ...], engine: Any, preprocessor: Any) -> Application:

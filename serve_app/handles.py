@@ -34,14 +34,14 @@ HEALTH_KEPT = 0.25
 NOT_RUNNING = "the model is not running yet"
 
 
-class AppHandle:
-    """The handle of another application's ingress deployment; None until that application has been built. Resolving
-    blocks, so it runs on a thread, and goes on until it succeeds."""
+class RemoteHandle:
+    """The handle of another application's deployment; None until that application has been built. Resolving blocks,
+    so it runs on a thread, and goes on until it succeeds."""
 
-    def __init__(self, application: str) -> None:
-        self._application = application
+    def __init__(self, application: str, deployment: str) -> None:
+        self._application, self._deployment = application, deployment
         self._handle: Any = None
-        self._task = detached(self._resolve(), f"handle-{application}")
+        self._task = detached(self._resolve(), f"handle-{application}-{deployment}")
 
     def __call__(self) -> Any:
         return self._handle
@@ -50,9 +50,9 @@ class AppHandle:
         pause = 0.1
         while self._handle is None:
             try:
-                self._handle = await asyncio.to_thread(serve.get_app_handle, self._application)
+                self._handle = await asyncio.to_thread(serve.get_deployment_handle, self._deployment, self._application)
             except (RayServeException, RayError) as error:
-                logger.debug("application %s: %s", self._application, error)
+                logger.debug("%s of %s: %s", self._deployment, self._application, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 1.0)
 

@@ -16,7 +16,7 @@ from cluster.telemetry_hub import Reporter
 from engine.text.output import OutputPipeline
 from engine.types.request import GenerationRequest, PreparedPrompt
 from serve_app.engine_client import EngineClient
-from serve_app.handles import AppHandle, Cluster, EngineCaller
+from serve_app.handles import Cluster, EngineCaller, RemoteHandle
 from serve_app.ingress.families import application
 from serve_app.ingress.http import Ingress
 from serve_app.ingress.ports import PreprocessorPort
@@ -28,7 +28,7 @@ from serve_app.telemetry import Recorder
 
 @serve.ingress()
 class IngressReplica:
-    """`engine` and `preprocessor`: a bound handle, or the name of the application to ask Serve for. Without a
+    """`engine` and `preprocessor`: a bound handle, or (application, deployment) to ask Serve for. Without a
     `preprocessor`, requests are lowered here."""
 
     async def __init__(self, startup: Startup, families: tuple[str, ...], engine: Any, preprocessor: Any) -> None:  # type: ignore[misc] # Serve awaits it
@@ -84,7 +84,7 @@ class IngressReplica:
 
 
 def _handle(source: Any) -> Callable[[], Any]:
-    return AppHandle(source) if isinstance(source, str) else lambda: source
+    return RemoteHandle(*source) if isinstance(source, tuple) else lambda: source
 
 
 def _settings(startup: Startup) -> IngressSettings:

@@ -52,9 +52,9 @@ class LocalPreprocessor:
 
 
 class PreprocessorReplica:
-    """The deployment."""
+    """The deployment. `engine` is only bound below it (see `serve_app.app`)."""
 
-    def __init__(self, startup: Startup) -> None:
+    def __init__(self, startup: Startup, engine: Any = None) -> None:
         workers = startup.settings.graph.workers
         self._local = LocalPreprocessor(startup.lowering(workers), workers)
 

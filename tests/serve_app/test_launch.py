@@ -93,7 +93,6 @@ def test_the_shipped_config_is_what_the_settings_render() -> None:
         routes = {app["name"]: app["route_prefix"] for app in config["applications"]}
         assert routes.items() >= {name: PREFIXES[name] for name in FAMILIES}.items()
         assert routes["engine"] is None
-        assert routes["preprocessor"] is None
         assert config["http_options"]["host"] == "127.0.0.1"
         for app in config["applications"]:
             assert app["import_path"] == f"serve_app.app:build_{app['name']}"

@@ -1,0 +1,64 @@
+"""The graph with no Ray flag at all, as `serve run` starts it from a config: Python proxy, actor calls, threads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.disconnects import CHAT, MOMENTS, nothing_leaks, quiet
+from tests.support.graph import START_SECONDS, Graph, free_port, launch, ready, wait_until
+from tests.support.raw_http import RawRequest, chat, streamed_text
+from tests.support.scripted import script, turn
+
+pytestmark = pytest.mark.graph
+
+COUNTED = "".join(f"{number} " for number in range(1, 101))
+SLOW = chat("count slowly", max_tokens=2000, stream=True)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
+    directory = tmp_path_factory.mktemp("plain")
+    turns = [turn("Hello."), turn(COUNTED, when="count slowly", delay_ms=15)]
+    arguments = {
+        "model": script(directory, turns, name="counting"),
+        "cache_dir": str(directory / "cache"),
+        "threads": 1,
+    }
+    port = free_port()
+    application = {"name": "flare", "route_prefix": "/", "import_path": "serve_app.app:build", "args": arguments}
+    config = directory / "serve.yaml"
+    http = {"host": "127.0.0.1", "port": port}
+    config.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
+    serve = str(Path(sys.executable).with_name("serve"))
+    process = launch([serve, "run", str(config)], directory / "log")
+    running = Graph(process, port, directory / "log")
+    try:
+        wait_until(lambda: ready(running), START_SECONDS, 0.3)
+        yield running
+    finally:
+        running.stop()
+
+
+def test_it_answers(plain: Graph) -> None:
+    assert plain.post(CHAT, chat("hi"))["choices"][0]["message"]["content"] == "Hello."
+    request = RawRequest(plain.port, CHAT, SLOW)
+    assert streamed_text(request.read_all()) == COUNTED
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_no_disconnect_leaks(plain: Graph, moment: str) -> None:
+    nothing_leaks(plain, SLOW, moment, 8)
+
+
+def test_readers_that_leave_disturb_nobody(plain: Graph) -> None:
+    """The link is shared: the request that opened it may die without taking it along."""
+    first, reader = RawRequest(plain.port, CHAT, SLOW), RawRequest(plain.port, CHAT, SLOW)
+    first.read_until(b'"content":"')
+    first.close()
+    assert streamed_text(reader.read_all()) == COUNTED
+    quiet(plain)
