@@ -12,6 +12,7 @@ from typing import Final, Literal, Protocol
 from engine.recipes.recipe import ReasoningSyntax, Recipe
 from engine.syntax import gemma, glm, hermes, kimi, minimax, muse, qwen
 from engine.syntax.arguments import Schemas
+from engine.syntax.deepseek import DeepSeekSyntax
 from engine.syntax.machine import Machine
 from engine.syntax.piece import Syntax
 from engine.syntax.states import CLOSE_TOKEN, OPEN_TOKEN, Layout, Setup, standard
@@ -49,6 +50,8 @@ def open_syntax(
     structured: bool = False,
 ) -> Syntax:
     """The machine for one choice. `structured`: the answer is constrained, so it is verbatim once it begins."""
+    if recipe.syntax == "deepseek":
+        return DeepSeekSyntax(opening=opening, tools=tools, tools_active=tools_active, structured=structured)
     singles = _single_tokens(recipe, tokens)
     options = frozenset(option for option, on in recipe.syntax_options.items() if on)
     layout = _layout(
