@@ -177,7 +177,10 @@ class OutputPipeline:
             self._advance(_Held(index - 1, None, start, text[:1], hidden=False))
             text, start, whole = text[1:], offset, self._tokens.whole[token] is not None
         self._unseen.append((index, record, start))
-        self._advance(_Held(index, token if whole else None, start, text, hidden=False))
+        if self._matcher is not None:
+            self._match(_Held(index, token if whole else None, start, text, hidden=False), self._matcher)
+        elif text:
+            self._feed(Segment(index, token if whole else None, text))
 
     def _end_character(self, index: int) -> None:
         """Ends a character in progress whose last byte is in token `index`."""
@@ -202,9 +205,12 @@ class OutputPipeline:
     # String stops.
 
     def _match(self, held: _Held, matcher: StopMatcher) -> None:
-        self._queue.append(held)
         end = held.start + len(held.text)
         found = matcher.feed(held.text, armed=self._count >= self._min_tokens)
+        if found is None and not matcher.held and not self._queue:
+            self._parse(held)
+            return
+        self._queue.append(held)
         if found is None:
             self._release(end - matcher.held)
             return
