@@ -21,6 +21,7 @@ from cluster.telemetry_hub import Reporter
 from engine.engine import Engine
 from engine.types.telemetry import Report
 from serve_app.groups import GroupCall, Groups, Reply
+from serve_app.ray_metrics import Mirror
 from serve_app.startup import Startup
 
 logger = logging.getLogger("ray.serve")
@@ -61,7 +62,7 @@ class EngineReplica:
         self.reconfigure({"paused": graph.paused})
         self._engine.start()
         self._process = f"engine-{secrets.token_hex(8)}"
-        self._reporter = Reporter(startup.hub, self._report)
+        self._reporter = Reporter(startup.hub, Mirror(self._report))
         logger.info("engine %s is ready after %.1f s: %s", replica, time.monotonic() - began, self._facts())
 
     async def generate(self, call: Any, avoid: tuple[str, ...] = ()) -> Reply:
@@ -125,6 +126,9 @@ class EngineReplica:
                 "verification_request_rounds_total": stats.verification_rounds,
                 "cache_reused_tokens_total": stats.reused_tokens,
                 "reasoning_budget_cuts_total": stats.reasoning_budget_cuts,
+                "engine_steps_total": stats.steps,
+                "engine_rebuilds_total": stats.rebuilds,
+                "preempted_requests_total": stats.preemptions,
                 "requests_completed_total": groups.completed,
                 "requests_failed_total": groups.failed,
             },

@@ -22,6 +22,7 @@ from serve_app.ingress.http import Ingress
 from serve_app.ingress.ports import PreprocessorPort
 from serve_app.ingress.service import IngressSettings, OpenPipeline, Service
 from serve_app.preprocessor import LocalPreprocessor, RemotePreprocessor
+from serve_app.ray_metrics import Mirror
 from serve_app.startup import Startup
 from serve_app.telemetry import Recorder
 
@@ -52,7 +53,7 @@ class IngressReplica:
         else:
             port = RemotePreprocessor(_handle(preprocessor))
         recorder = Recorder("ingress")
-        self._reporter = Reporter(startup.hub, recorder.report)
+        self._reporter = Reporter(startup.hub, Mirror(recorder.report))
         model = startup.model
         self._service = Service(
             settings=_settings(startup),
