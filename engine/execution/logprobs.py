@@ -11,9 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from engine.execution.sampling_rows import Upload, uploader
 from engine.execution.selection import largest, row_sums
 
 NOT_FINITE = -9999.0
@@ -74,25 +75,29 @@ class PromptObservations:
         return [(target, _finite(chosen), rank, _ranked(values, ids)) for target, chosen, rank, values, ids in rows]
 
 
-def observe(logits: Tensor, chosen: Tensor, asked: Sequence[Asked]) -> Observations | None:
-    """Scores the `chosen` ids [rows] and what `asked` wants from raw float32 `logits` [rows, vocab]; None if none."""
+def observe(
+    logits: Tensor, chosen: Tensor, asked: Sequence[Asked], upload: Upload | None = None
+) -> Observations | None:
+    """Scores the `chosen` ids [rows] and what `asked` wants from raw float32 `logits` [rows, vocab]; None if none.
+    With an `upload` that doesn't wait, this doesn't."""
     if not asked:
         return None
+    upload = upload or uploader(logits.device)
     rows = [entry.row for entry in asked]
+    width = max(len(entry.ids) for entry in asked)
+    padded = [(entry.row, *entry.ids, *[0] * (width - len(entry.ids))) for entry in asked]
+    packed = upload(np.array(padded, dtype=np.int64))
     whole = rows == list(range(len(logits)))
-    raw = logits if whole else logits[torch.tensor(rows, device=logits.device)]
-    ids = chosen if whole else chosen[torch.tensor(rows, device=logits.device)]
+    raw, ids = (logits, chosen) if whole else (logits[packed[:, 0]], chosen[packed[:, 0]])
     peak, spread = _normalizer(raw)
     most = max((entry.natural for entry in asked if not entry.ids), default=0)
     top, top_ids = largest(raw, most)
-    width = max(len(entry.ids) for entry in asked)
-    wanted = torch.tensor([list(entry.ids) + [0] * (width - len(entry.ids)) for entry in asked], dtype=torch.int64)
     return Observations(
         tuple(asked),
         _scores(raw.gather(1, ids[:, None]), peak, spread)[:, 0],
         _scores(top, peak, spread),
         top_ids,
-        _scores(raw.gather(1, wanted.reshape(len(asked), width).to(raw.device)), peak, spread),
+        _scores(raw.gather(1, packed[:, 1:]), peak, spread),
     )
 
 

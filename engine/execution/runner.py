@@ -130,7 +130,9 @@ class Runner:
         """Whether `launch` returns before its step is done."""
         pages = -(-self._loaded.context // config.page_tokens)
         self._slots = Slots(config.max_requests, pages, self._device)
-        self._sampling = SamplingState(config.max_requests, self.report.vocab_size, self._device.torch)
+        self._sampling = SamplingState(
+            config.max_requests, self.report.vocab_size, self._device.torch, self._device.upload
+        )
         self._multiple = self._model.row_multiple
 
     @torch.inference_mode()
@@ -219,7 +221,7 @@ class Runner:
         ]
         pending.slots, pending.forced = slots, inputs.forced
         pending.sampled = Sampled(ids, sampled.state)
-        pending.observations = observe(logits, ids, asked)
+        pending.observations = observe(logits, ids, asked, self._device.upload)
 
     def _mask(self, slots: list[int], inputs: LateInputs) -> Mask | None:
         masked = [row for row, slot in enumerate(slots) if slot in inputs.masks]

@@ -7,6 +7,7 @@ vocabulary, and noise is drawn only for ids that survive the filters. What each 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,14 +56,21 @@ def sample(logits: Tensor, rows: SamplingRows, mask: Mask | None = None) -> Samp
 
 
 def _on_accelerator(part: Part) -> Tensor:
+    if part.rows.split is None:
+        return _in_slices(part, by_threshold if part.rows.filtered else plain)
     ids = torch.zeros(len(part.logits), dtype=torch.int64, device=part.logits.device)
-    for chosen, pick in ((part.rows.filtered, by_threshold), (part.rows.plain, plain)):
-        if len(chosen) == len(ids):
-            return pick(part)
-        if chosen:
-            index = torch.tensor(chosen, device=ids.device)
-            ids[index] = pick(part.only(index))
+    for index, pick in zip(part.rows.split, (by_threshold, plain), strict=True):
+        ids[index] = _in_slices(part.only(index), pick)
     return ids
+
+
+def _in_slices(part: Part, pick: Callable[[Part], Tensor]) -> Tensor:
+    """Takes so many rows at once that their temporaries, some of eight bytes an id, stay in bounds."""
+    size = max(1, (1 << 24) // part.logits.shape[1])
+    if len(part.logits) <= size:
+        return pick(part)
+    starts = range(0, len(part.logits), size)
+    return torch.cat([pick(part.only(slice(start, start + size))) for start in starts])
 
 
 def _on_cpu(part: Part) -> Tensor:

@@ -5,9 +5,21 @@ Owns the shapes that `sampling_state` cuts, the runner completes with masks, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Upload = Callable[[NDArray[Any]], Tensor]
+"""A host array's copy on the device, ordered before what is launched next. Must not wait for the device."""
+
+
+def uploader(device: torch.device | str) -> Upload:
+    """An Upload for where waiting doesn't matter."""
+    return lambda array: torch.from_numpy(array).to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,8 @@ class SamplingRows:
 
     `temperature`, `top_p`, `min_p` [rows] float32; `top_k` [rows] int64, as many as the vocabulary when disabled;
     `seed` (the unsigned 64-bit number's bit pattern) and `position` (absolute, of the token to sample) [rows] int64.
-    `filtered` and `plain` split the row numbers by whether a filter is on, known without asking the device.
+    `filtered` and `plain` split the row numbers by whether a filter is on, known without asking the device; `split`
+    holds both on the device when neither is empty.
     """
 
     temperature: Tensor
@@ -49,6 +62,7 @@ class SamplingRows:
     position: Tensor
     filtered: tuple[int, ...] = ()
     plain: tuple[int, ...] = ()
+    split: tuple[Tensor, Tensor] | None = None
     penalties: Penalties | None = None
     bans: Bans | None = None
 
@@ -71,7 +85,7 @@ class Part:
     rows: SamplingRows
     keys: Tensor
 
-    def only(self, index: Tensor) -> Part:
+    def only(self, index: Tensor | slice) -> Part:
         rows = SamplingRows(
             self.rows.temperature[index],
             self.rows.top_p[index],

@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 
 from engine.execution.noise import signed
-from engine.execution.sampling_rows import Bans, Penalties, SamplingRows
+from engine.execution.sampling_rows import Bans, Penalties, SamplingRows, Upload, uploader
 from engine.scheduler.step import SlotSetup
 from engine.types.request import SamplingParams
 
 
 class SamplingState:
-    """Sampling state of `slots` slots over a vocabulary of `vocab` ids on `device`."""
+    """Sampling state of `slots` slots over a vocabulary of `vocab` ids on `device`. With an `upload` that doesn't wait,
+    nothing here waits for the device."""
 
-    def __init__(self, slots: int, vocab: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, slots: int, vocab: int, device: torch.device | str = "cpu", upload: Upload | None = None
+    ) -> None:
         self._vocab = vocab
+        self._upload = upload or uploader(device)
         self._device = torch.device(device)
         # temperature, top_p, min_p, repetition, presence, frequency
         self._numbers = torch.ones(slots, 6, dtype=torch.float32, device=self._device)
@@ -47,8 +51,8 @@ class SamplingState:
             sampling.frequency_penalty,
         )
         top_k = sampling.top_k if 0 < sampling.top_k < self._vocab else self._vocab
-        self._numbers[slot] = torch.tensor(numbers, dtype=torch.float32)
-        self._integers[slot] = torch.tensor((top_k, signed(sampling.seed)), dtype=torch.int64)
+        self._numbers[slot] = self._upload(np.array(numbers, dtype=np.float32))
+        self._integers[slot] = self._upload(np.array((top_k, signed(sampling.seed)), dtype=np.int64))
         self._filtered[slot] = top_k < self._vocab or sampling.top_p < 1 or sampling.min_p > 0
         self._penalised[slot] = needs_counts(sampling)
         self._bans[slot] = (setup.banned_until, setup.banned_ids)
@@ -62,9 +66,11 @@ class SamplingState:
 
     def rows(self, slots: Sequence[int], positions: Tensor) -> SamplingRows:
         """The rows of a step that sample, in this order; `positions` [rows] int64 are those of the tokens to sample."""
-        index = torch.tensor(slots, dtype=torch.int64, device=self._device)
-        numbers, integers = self._numbers[index], self._integers[index]
-        filtered = [self._filtered[slot] for slot in slots]
+        on = np.array([self._filtered[slot] for slot in slots], dtype=np.bool_)
+        filtered, plain = np.flatnonzero(on), np.flatnonzero(~on)
+        packed = self._upload(np.concatenate((np.array(slots, dtype=np.int64), filtered, plain)))
+        numbers, integers = self._numbers[packed[: len(slots)]], self._integers[packed[: len(slots)]]
+        split = packed[len(slots) :].tensor_split([len(filtered)])
         return SamplingRows(
             temperature=numbers[:, 0],
             top_p=numbers[:, 1],
@@ -72,8 +78,9 @@ class SamplingState:
             min_p=numbers[:, 2],
             seed=integers[:, 1],
             position=positions,
-            filtered=tuple(row for row, on in enumerate(filtered) if on),
-            plain=tuple(row for row, on in enumerate(filtered) if not on),
+            filtered=tuple(filtered.tolist()),
+            plain=tuple(plain.tolist()),
+            split=(split[0], split[1]) if len(filtered) and len(plain) else None,
             penalties=self._penalties(slots, numbers),
             bans=self._banned(slots),
         )
@@ -82,10 +89,9 @@ class SamplingState:
         """Counts the committed `ids` [rows] (sampled or forced) of `slots` that have penalties."""
         rows = [row for row, slot in enumerate(slots) if self._penalised[slot]]
         if rows and self._counts is not None:
-            where = torch.tensor([slots[row] for row in rows], device=self._device)
+            index, where = self._upload(np.array((rows, [slots[row] for row in rows]), dtype=np.int64))
             one = torch.ones(len(rows), dtype=torch.int32, device=self._device)
-            counted = ids[torch.tensor(rows, device=self._device)]
-            self._counts.index_put_((where, counted), one, accumulate=True)
+            self._counts.index_put_((where, ids[index]), one, accumulate=True)
 
     def _count_prompt(self, setup: SlotSetup) -> None:
         if self._in_prompt is None or self._counts is None:
@@ -93,18 +99,17 @@ class SamplingState:
             self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
         ids = np.frombuffer(setup.prompt, dtype="<i4").astype(np.int64)
-        prompt = torch.from_numpy(np.unique(ids[: setup.prompt_length])).to(self._device)
-        output = torch.from_numpy(np.bincount(ids[setup.prompt_length :], minlength=self._vocab).astype(np.int32))
+        prompt = self._upload(np.unique(ids[: setup.prompt_length]))
+        output = np.bincount(ids[setup.prompt_length :], minlength=self._vocab).astype(np.int32)
         self._in_prompt[setup.slot] = False
-        self._in_prompt[setup.slot, prompt] = True
-        self._counts[setup.slot] = output.to(self._device)
+        self._in_prompt[setup.slot].index_fill_(0, prompt, True)
+        self._counts[setup.slot] = self._upload(output)
 
     def _penalties(self, slots: Sequence[int], numbers: Tensor) -> Penalties | None:
         rows = [row for row, slot in enumerate(slots) if self._penalised[slot]]
         if not rows or self._in_prompt is None or self._counts is None:
             return None
-        index = torch.tensor(rows, device=self._device)
-        where = torch.tensor([slots[row] for row in rows], device=self._device)
+        index, where = self._upload(np.array((rows, [slots[row] for row in rows]), dtype=np.int64))
         chosen = numbers[index]
         return Penalties(index, self._in_prompt[where], self._counts[where], chosen[:, 3], chosen[:, 4], chosen[:, 5])
 
@@ -112,7 +117,7 @@ class SamplingState:
         triples = [(row, token, self._bans[slot][0]) for row, slot in enumerate(slots) for token in self._bans[slot][1]]
         if not triples:
             return None
-        rows, ids, until = torch.tensor(triples, dtype=torch.int64, device=self._device).unbind(1)
+        rows, ids, until = self._upload(np.array(triples, dtype=np.int64)).unbind(1)
         return Bans(rows, ids, until)
 
 
