@@ -11,11 +11,12 @@ import yaml
 
 from tests.support.disconnects import CHAT, MOMENTS, nothing_leaks, quiet
 from tests.support.graph import START_SECONDS, Graph, free_port, launch, ready, wait_until
-from tests.support.raw_http import RawRequest, chat, streamed_text
+from tests.support.raw_http import RawRequest, answered, chat, streamed_text
 from tests.support.scripted import script, turn
 
 pytestmark = pytest.mark.graph
 
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 COUNTED = "".join(f"{number} " for number in range(1, 101))
 SLOW = chat("count slowly", max_tokens=2000, stream=True)
 
@@ -25,7 +26,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     directory = tmp_path_factory.mktemp("plain")
     turns = [turn("Hello."), turn(COUNTED, when="count slowly", delay_ms=15)]
     arguments = {
-        "model": script(directory, turns, name="counting"),
+        "model": script(directory, turns, name="counting", chat_template=TEMPLATE),
         "cache_dir": str(directory / "cache"),
         "threads": 1,
     }
@@ -45,7 +46,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
 
 
 def test_it_answers(plain: Graph) -> None:
-    assert plain.post(CHAT, chat("hi"))["choices"][0]["message"]["content"] == "Hello."
+    assert answered(plain.post(CHAT, chat("hi"))) == "Hello."
     request = RawRequest(plain.port, CHAT, SLOW)
     assert streamed_text(request.read_all()) == COUNTED
 

@@ -59,3 +59,10 @@ def streamed_text(data: bytes) -> str:
     """The concatenated content deltas of a Chat stream's only choice."""
     deltas = [choice["delta"] for event in sse_events(data) for choice in event.get("choices", ())]
     return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def answered(answer: dict[str, Any]) -> str:
+    """The text of a buffered Chat answer."""
+    assert "choices" in answer, answer
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
