@@ -45,6 +45,8 @@ class EngineConfig:
     threads: int | None = None
     logprobs: LogprobLimits = field(default_factory=LogprobLimits)
     step_timeout: float = 120.0
+    decode_stall: float = 0.25
+    """Seconds that a step may take because of prefill while answers are running: chunks shrink to hold it, measured."""
     weights_seed: int | None = None
     """Random dummy weights instead of the checkpoint's, for benchmarks of a shape."""
 

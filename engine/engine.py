@@ -262,7 +262,6 @@ class Engine:
                     self._rest()
         except Exception as error:
             log.exception("the scheduler failed")
-            self._scheduler.reset(self._scheduler.kv.pool.total)
             self._down(f"the scheduler failed: {type(error).__name__}: {error}")
 
     def _rest(self) -> None:
@@ -293,7 +292,8 @@ class Engine:
         self._scheduler.commit(result, time.time())
         self._send_late()
         self._progress = time.monotonic()
-        self._pace.learn(flight.work, result.seconds)
+        self._pace.learn(flight.work, result.seconds, prefill=flight.prefill > flight.work / 2)
+        self._scheduler.allowance = self._pace.work_within(self.config.decode_stall)
 
     def _send_late(self) -> None:
         late = self._scheduler.late()
@@ -398,7 +398,6 @@ class Engine:
         log.error("the ranks failed: %s", error)
         self._lost_at = self._progress = time.monotonic()
         self._state = "rebuilding"
-        self._scheduler.reset(self._scheduler.kv.pool.total)
         failure = error
         while self._state == "rebuilding":
             now = time.monotonic()
@@ -408,6 +407,7 @@ class Engine:
             if len(self._losses) > self._rebuilds:
                 self._down(f"{self._message} ({len(self._losses)} failures within {self._window:g} s)")
                 return
+            self._scheduler.lose(str(failure))
             started: Future[RankGroup] = Future()
             threading.Thread(target=self._start_ranks, args=(started,), name="rebuild", daemon=True).start()
             self._wait_for(started)
@@ -456,6 +456,7 @@ class Engine:
             if self._state != "closed":
                 self._state = "down"
             self._message = message
+        self._scheduler.reset(self._scheduler.kv.pool.total)
         self._shut(message)
 
     def _shut(self, message: str) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+LANE = 4
+"""Short prompts have a fourth of the budget for themselves."""
+
 
 def share(remaining: Sequence[int], budget: int, cap: int) -> list[int]:
     """Tokens for each prompt, oldest first. `remaining`: tokens each still needs; `cap`: the most that one gets."""
@@ -15,7 +18,7 @@ def share(remaining: Sequence[int], budget: int, cap: int) -> list[int]:
     if budget <= 0:
         return chunks
     if len(remaining) > 1 and sum(min(left, cap) for left in remaining) > budget:
-        lane = budget // 4
+        lane = budget // LANE
         for place in sorted(range(1, len(remaining)), key=lambda place: remaining[place]):
             if remaining[place] > min(lane, cap):
                 break

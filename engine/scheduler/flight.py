@@ -32,20 +32,23 @@ class Planned:
 
 @dataclass(slots=True)
 class Flight:
-    """`work`: tokens weighted by their context, what the step's time is predicted from. `forced`: slot to the token
-    that late inputs forced."""
+    """`work`: tokens weighted by their context, what the step's time is predicted from; `prefill`: that of the chunks
+    alone. `forced`: slot to the token that late inputs forced."""
 
     step: Step
     rows: list[Planned] = field(default_factory=list)
     forced: dict[int, int] = field(default_factory=dict)
     work: float = 0.0
+    prefill: float = 0.0
     gated: bool = False
 
     def add(self, row: Planned, *, tokens: bytes = b"", alternatives: int | None = None) -> None:
         self.rows.append(row)
         start = row.start if row.prefill else -1
         self.step.rows.append(Row(row.slot, row.count, start, tokens, row.sample, alternatives, row.gated))
-        self.work += row.count * (1.0 + (row.start + 0.5 * row.count) / CONTEXT_UNIT)
+        work = row.count * (1.0 + (row.start + 0.5 * row.count) / CONTEXT_UNIT)
+        self.work += work
+        self.prefill += work if row.prefill else 0.0
         self.gated = self.gated or row.gated
 
     def answers(self, result: StepResult) -> Iterator[tuple[Planned, SampledRow | None, ScoredRow | None]]:

@@ -1,6 +1,7 @@
-"""StepPace: how long a step should take, learned from the steps before, so that a hung one is noticed.
+"""StepPace: how long steps take, learned from the steps before.
 
-A hang is far beyond every prediction, so coarse classes of work with slowly forgotten maxima are enough.
+Two uses: a hung step is noticed (it is far beyond every prediction, so coarse classes of work with slowly forgotten
+maxima are enough), and prefill chunks are kept so small that running answers don't stall.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ FLOOR = 30.0
 LEARNING = 16
 """Steps before predictions count: the first ones load, compile and warm up."""
 FORGET = 0.98
+SMOOTH = 0.3
+"""Weight of the newest step in the measured speed."""
 
 
 class StepPace:
@@ -21,12 +24,21 @@ class StepPace:
         self._ceiling = ceiling
         self._slowest: dict[int, float] = {}
         self._steps = 0
+        self._speed: float | None = None
 
-    def learn(self, work: float, seconds: float) -> None:
-        """A step of `work` weighted tokens took `seconds`."""
+    def learn(self, work: float, seconds: float, *, prefill: bool = False) -> None:
+        """A step of `work` weighted tokens took `seconds`; `prefill`: chunks made up most of it."""
         kind = max(int(work), 1).bit_length()
         self._slowest[kind] = max(seconds, self._slowest.get(kind, 0.0) * FORGET)
         self._steps += 1
+        if prefill and seconds > 0.0:
+            speed = work / seconds
+            self._speed = speed if self._speed is None else self._speed + SMOOTH * (speed - self._speed)
+
+    def work_within(self, seconds: float) -> float | None:
+        """Weighted tokens of a step with prefill that takes about `seconds`; None before one was measured. Repeated
+        use converges, whatever a step costs besides its tokens."""
+        return None if self._speed is None else self._speed * seconds
 
     def predict(self, work: float) -> float | None:
         """Seconds that a step of `work` weighted tokens takes at most; None before anything was seen."""

@@ -36,9 +36,11 @@ class Request:
 
     `tokens`: prompt and committed output. `inflight`: output tokens that steps in flight will sample. `computed`:
     positions whose KV is computed or scheduled. `prefill_end`: positions to compute before the first decode of this
-    residency. `slot`, `pages`: what it holds on the device while running. `keys`: names of its complete pages, as far
-    as they were computed. `scored`: prompt positions whose scores were delivered. `cached_tokens`: prompt tokens
-    reused at its first admission.
+    residency. `slot`, `pages`: what it holds on the device while running. `keys`: names of its complete pages;
+    `published` of them can be reused by others, and up to `promised` will be. `awaits`: a key that another request
+    promised. `opening`: the guide, while it is being compiled. `strikes`: groups of ranks that failed while they
+    computed it. `scored`: prompt positions whose scores were delivered. `cached_tokens`: prompt tokens reused at its
+    first admission. `announced`: its first update was told.
     """
 
     __slots__ = (
@@ -65,6 +67,7 @@ class Request:
         "scoring",
         "slot",
         "stops",
+        "strikes",
         "tokens",
     )
 
@@ -88,6 +91,7 @@ class Request:
         self.opening: Future[Guide] | None = None
         self.awaits: bytes | None = None
         self.inflight = 0
+        self.strikes = 0
         self.leave()
 
     def leave(self) -> None:

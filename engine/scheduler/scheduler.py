@@ -16,9 +16,9 @@ from engine.cache.checkpoints import NOTHING, Checkpoint
 from engine.cache.keys import image_part, next_key, page_keys
 from engine.cache.kv import KVCache
 from engine.config import EngineConfig
-from engine.scheduler.chunks import share
+from engine.scheduler.chunks import LANE, share
 from engine.scheduler.counters import Counters
-from engine.scheduler.flight import Flight, Planned, StepMismatch
+from engine.scheduler.flight import CONTEXT_UNIT, Flight, Planned, StepMismatch
 from engine.scheduler.guide import GuideFailed
 from engine.scheduler.queue import Waiting
 from engine.scheduler.request import Group, Request
@@ -32,6 +32,9 @@ LOOKAHEAD = 64
 
 PREFILLING = 8
 """Prefills that may be under way at once, unless one step has room for more."""
+
+STRIKES = 3
+"""Failed groups of ranks after which a request that each was computing is given up: it may be what kills them."""
 
 News = list[tuple[Group, list[Update]]]
 
@@ -59,6 +62,8 @@ class Scheduler:
         self._number = 0
         self._arrivals = 0
         self._news: dict[Group, list[Update]] = {}
+        self.allowance: float | None = None
+        """Weighted tokens of prefill that a step with decodes may hold; None for no limit but the budget."""
         self.reset(pages)
 
     # ---- what comes in ----
@@ -79,6 +84,15 @@ class Scheduler:
         self._slots = list(range(self.config.max_requests - 1, -1, -1))
         self._released: list[int] = []
         self._late_sent = self._number
+
+    def lose(self, message: str) -> None:
+        """The ranks are gone, with the steps in flight. Whoever ran waits to be computed again, but for requests that
+        were being computed at too many such failures."""
+        for request in dict.fromkeys(row.request for flight in self.flights for row in flight.rows):
+            request.strikes += 1
+            if request.strikes >= STRIKES:
+                self.end(request, EngineEnd("failed", "execution", f"computing it failed {STRIKES} times: {message}"))
+        self.reset(self.kv.pool.total)
 
     def prepare(self, group: Group, children: Sequence[PreparedPrompt]) -> list[Request]:
         """Requests for a group's children, all or none. Changes nothing, so any thread may call it. Raises
@@ -209,15 +223,17 @@ class Scheduler:
 
     def _admit(self, flight: Flight) -> None:
         """Gives slots and the pages of their whole prompts to waiting requests, in order. Those that wait for a grammar
-        or for a prefix that another computes are passed by; one that lacks pages is not."""
+        or for a prefix that another computes are passed by, and so are long prompts while many are under way; one that
+        lacks pages is not."""
         if not self._slots or not len(self.waiting):
             return
         lengths = [request.prefill_end - request.computed for request in self.active.values() if not request.decoding]
         prefills, backlog = len(lengths), sum(lengths)
         budget = self.config.step_tokens - len(flight.rows)
         for request in list(islice(self.waiting, LOOKAHEAD)):
-            if not self._slots or (prefills >= PREFILLING and backlog >= budget):
+            if not self._slots:
                 return
+            crowded = prefills >= PREFILLING and backlog >= budget
             if not self._ready(request):
                 continue
             length = len(request.tokens)
@@ -226,7 +242,7 @@ class Scheduler:
                 self.end(request, EngineEnd("limit"))
                 continue
             found = self._find(request, length)
-            if found is None:
+            if found is None or (crowded and length - found.length > budget // LANE):
                 continue
             if self.kv.room(found) < pages - len(found.pages) + len(self.active):
                 return
@@ -286,6 +302,9 @@ class Scheduler:
             return
         remaining = [request.prefill_end - request.computed for request in requests]
         budget = self.config.step_tokens - len(flight.rows)
+        if flight.rows and self.allowance is not None:
+            allowed = int(self.allowance / (1.0 + requests[0].computed / CONTEXT_UNIT))
+            budget = min(budget, max(allowed, self.config.page_tokens))
         for request, count in zip(requests, share(remaining, budget, self.config.prefill_chunk), strict=True):
             if count:
                 self._plan_chunk(flight, request, count)

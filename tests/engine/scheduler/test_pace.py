@@ -40,3 +40,16 @@ def test_a_short_ceiling_wins_over_the_floor() -> None:
     for _ in range(LEARNING):
         pace.learn(1, 0.001)
     assert pace.limit(1) == 5.0
+
+
+def test_chunks_converge_to_the_time_they_may_take() -> None:
+    """Whatever a step costs besides its tokens: here 0.1 s and 1 ms a token, so 150 tokens take 0.25 s."""
+    pace = StepPace(120.0)
+    assert pace.work_within(0.25) is None
+    pace.learn(10, 0.01)
+    assert pace.work_within(0.25) is None, "decodes say nothing about prefill"
+    work = 500.0
+    for _ in range(60):
+        pace.learn(work, 0.1 + 0.001 * work, prefill=True)
+        work = pace.work_within(0.25) or 0.0
+    assert 140 < work < 160

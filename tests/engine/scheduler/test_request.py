@@ -64,6 +64,14 @@ def test_verdicts() -> None:
     assert made.verdict() == "limit"
 
 
+def test_stop_sequences_wait_for_min_tokens() -> None:
+    made = request(make_prompt([5], max_tokens=9, min_tokens=3, stop_sequences=((3, 4),)))
+    made.tokens.extend([3, 4])
+    assert made.verdict() is None
+    made.tokens.extend([3, 4])
+    assert made.verdict() == "token_stop"
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(0, 2), max_size=8),
