@@ -49,7 +49,7 @@ def test_a_reader_that_leaves_frees_its_slot(graph: Graph) -> None:
 
 def test_a_group_above_all_slots_is_refused_for_good(graph: Graph) -> None:
     slots = int(graph.metrics()["http_slots"])
-    body = {"model": "m", "prompt": "x", "n": slots + 1, "max_tokens": 1}
+    body = {"model": "m", "prompt": ["x"] * (slots // 100 + 1), "n": 100, "max_tokens": 1}
     answer = graph.post("/v1/completions", body)
     assert answer["status"] == 400
     assert str(slots) in answer["error"]["message"]
