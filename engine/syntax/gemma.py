@@ -20,7 +20,7 @@ _MAX_DEPTH: Final = 200
 
 
 def layout(setup: Setup) -> Layout:
-    form = CallForm(CLOSE, parse_call, after="after_call", header=HEADER, quote=QUOTE)
+    form = CallForm(CLOSE, parse_call, after="after_call", header=HEADER, quotes=(QUOTE, QUOTE))
     return standard(setup, (Rule(Pattern((lit(OPEN),)), call=form, region="tool", tool=True),), openers=(OPEN,))
 
 

@@ -14,7 +14,7 @@ OPENER: Final = Pattern((lit(OPEN), Space(), lit("{")), ahead=1)
 
 
 def layout(setup: Setup) -> Layout:
-    form = CallForm(CLOSE, parse_call, after="after_call", quote='"', escapes=True)
+    form = CallForm(CLOSE, parse_call, after="after_call", quotes=('"', '"'), escapes=True)
     return standard(setup, (Rule(OPENER, call=form, region="tool", tool=True),), openers=(OPEN,))
 
 

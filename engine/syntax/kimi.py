@@ -24,7 +24,7 @@ CALL_END: Final = "<|close|>call<|sep|>"
 CALL: Final = Pattern((lit("<|open|>call"), Space(), lit('tool="'), Name('"', barred="<>\n"), Skip("<|sep|>")))
 _HEADER: Final = re.compile(r'<\|open\|>call\s+tool="([^"]*)"[^\n]*?<\|sep\|>')
 _ARGUMENT: Final = re.compile(
-    r"\s*<\|open\|>(argument|json)\b([^\n]*?)<\|sep\|>(.*?)<\|close\|>\1<\|sep\|>\s*", re.DOTALL
+    r"\s*<\|open\|>(argument|json)\b([^\n]*?)<\|sep\|>(.*?)<\|close\|>\1<\|sep\|>(?=\s*(?:<\|open\|>|\Z))\s*", re.DOTALL
 )
 _ATTRIBUTE: Final = re.compile(r'\s([A-Za-z_]+)="([^"]*)"')
 

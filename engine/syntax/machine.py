@@ -21,25 +21,26 @@ from engine.types.events import Region
 Phase = Literal["free", "start", "answer"]
 
 _MAX_GLUE: Final = 64
-"""Newlines next to a delimiter that count as its markup."""
+"""Characters of whitespace before a delimiter that count as its markup."""
 
 _MAX_CALL: Final = 2 * MAX_ARGUMENT_BYTES
 """Characters of a call with its markup."""
 
 
 class Closer:
-    """Finds the end of a call in text that arrives in parts: `literal`, outside of quotes."""
+    """Finds the end of a call in text that arrives in parts: `literal`, outside of quotes. `quotes`: what opens and
+    what closes a quoted stretch."""
 
-    def __init__(self, literal: str, quote: str = "", escapes: bool = False) -> None:
-        self._literal = literal
-        parts = [r"\\."] if escapes else []
-        parts += [re.escape(word) for word in (literal, quote) if word]
+    def __init__(self, literal: str, quotes: tuple[str, str] | None = None, escapes: bool = False) -> None:
+        self.literal = literal
+        words = (literal, *(quotes or ()))
+        parts = [*([r"\\."] if escapes else []), *map(re.escape, dict.fromkeys(words))]
         self._pattern = re.compile("|".join(parts), re.DOTALL)
-        self._quote = quote
+        self._quotes = quotes
         self._quoted = False
-        self._longest = max(len(literal), len(quote), 2 if escapes else 0)
+        self._longest = max(*map(len, words), 2)
         self._tail = ""
-        first = {literal[0], *quote[:1], *("\\" if escapes else "")}
+        first = {*(word[0] for word in words), *("\\" if escapes else "")}
         self._hot = re.compile(f"[{''.join(map(re.escape, sorted(first)))}]")
 
     def feed(self, text: str) -> int | None:
@@ -50,10 +51,11 @@ class Closer:
         at = 0
         for found in self._pattern.finditer(window):
             at = found.end()
-            if found[0] == self._quote:
+            if found[0] == self.literal:
+                if not self._quoted:
+                    return at - len(self._tail)
+            elif self._quotes is not None and found[0] == self._quotes[self._quoted]:
                 self._quoted = not self._quoted
-            elif found[0] == self._literal and not self._quoted:
-                return at - len(self._tail)
         hot = self._hot.search(window, max(at, len(window) - self._longest + 1))
         self._tail = window[hot.start() :] if hot else ""
         return None
@@ -65,7 +67,7 @@ class _Call:
     def __init__(self, form: CallForm, name: str | None) -> None:
         self.form = form
         self.name = name
-        self.closer = Closer(form.closer, form.quote, form.escapes)
+        self.closer = Closer(form.closer, form.quotes, form.escapes)
         self.parts: list[str] = []
         self.length = 0
         self.head = ""
@@ -81,6 +83,11 @@ class _Call:
             return False
         self.add(text)
         return True
+
+    @property
+    def ends(self) -> bool:
+        """Whether the text so far ends as a call does, though inside quotes."""
+        return "".join(self.parts).rstrip().endswith(self.form.closer)
 
     def end_in(self, text: str) -> int | None:
         """Where in `text`, the next of the call, the call ends."""
@@ -150,7 +157,7 @@ class Machine:
             held = self._terminals[text]
         elif self._call is not None and self._call.goes_on(text):
             return [Piece(segment.token, "tool", text)]
-        elif not self._buffer and self._call is None and not self._hot.search(text):
+        elif not self._buffer and self._call is None and not self._looks.search(text):
             return [Piece(segment.token, self._state.region, text)]
         else:
             held = text
@@ -164,10 +171,13 @@ class Machine:
             return []
         self._finished = True
         self._run(final=True)
+        if self._call is not None and self._call.form.tolerant and self._call.ends:
+            self._complete(self._call)  # its last value isn't closed, but the call itself is
         opened = self._undecided_tool and self._undecided is Verdict.OPENED
-        if self._call is not None or self._state.tool or opened:
+        unfinished = self._call is not None or self._state.tool or opened
+        if unfinished or self._undecided is not None:
             self._take(len(self._buffer), "tool")
-            if not truncated:
+            if unfinished and not truncated:
                 self._events.append(SyntaxFailure("the output ended inside an unfinished tool call"))
         self._take(len(self._buffer), self._state.region)
         self._undecided, self._undecided_tool, self._call = None, False, None
@@ -180,7 +190,7 @@ class Machine:
     def _enter(self, name: str) -> None:
         self._name = name
         self._state = self._states[name]
-        self._hot = self._state.hot
+        self._looks = self._state.looks
 
     def _run(self, *, final: bool) -> None:
         """Consumes what can be decided of the buffer."""
@@ -207,7 +217,7 @@ class Machine:
             at = 0
         if at == len(self._buffer):
             if final:
-                self._take(at, state.region)
+                self._take(at, state.region if state.lead == "keep" else "control")
             if final or at <= _MAX_GLUE:
                 return False
         if at > _MAX_GLUE:
@@ -228,31 +238,29 @@ class Machine:
         buffer, state = self._buffer, self._state
         position = 0
         while True:
-            hot = self._hot.search(buffer, position)
+            hot = state.hot.search(buffer, position)
             if hot is None:
-                return not self._plain(len(buffer))
+                end = len(buffer)
+                return not self._plain(end if final or not state.trims else self._before_glue(end))
             at = hot.start()
-            run = at
-            while run < len(buffer) and buffer[run] == "\n":
-                run += 1
-            at = max(at, run - _MAX_GLUE)
-            if run == len(buffer):
-                return not self._plain(run if final else at)
-            if buffer[run] not in state.firsts:
-                position = run + 1
-                continue
-            found = self._match(run)
+            found = self._match(at)
             if isinstance(found, tuple):
-                if not self._plain(at):
-                    return True  # a strict state failed
-                rule = found[0]
-                self._take(run - at, "control" if rule.trim else state.region)
-                self._apply(*found)
+                start = self._before_glue(at) if found[0].trim else at
+                if self._plain(start):
+                    self._take(at - start, "control")
+                    self._apply(*found)
                 return True
             if found is None or (final and not self._undecided_call(found)):
-                position = run + 1
+                position = at + 1
                 continue
-            return not self._plain(at)
+            return not self._plain(self._before_glue(at))
+
+    def _before_glue(self, at: int) -> int:
+        """Where the whitespace that ends at `at` begins, as far as it may be markup."""
+        start = at
+        while start > 0 and at - start < _MAX_GLUE and self._buffer[start - 1].isspace():
+            start -= 1
+        return start
 
     def _plain(self, length: int) -> bool:
         """Takes text that belongs to the state itself; False, having failed, where the state allows none."""
@@ -277,8 +285,9 @@ class Machine:
         return undecided
 
     def _undecided_call(self, rule: Rule) -> bool:
-        """At the end of the output: is what is undecided an incomplete call, rather than text?"""
-        return rule.tool and self._undecided is Verdict.OPENED
+        """At the end of the output: is what is undecided a part of a call's markup, rather than text?"""
+        begun = rule.region == "tool" and rule.call is None and self._state.otherwise is not None
+        return self._state.strict or begun or (rule.tool and self._undecided is Verdict.OPENED)
 
     def _apply(self, rule: Rule, result: Probe) -> None:
         consumed = self._take(result.end, rule.region)
@@ -348,7 +357,7 @@ class Machine:
         self._call = None
         self._name = "failed"
         self._state = _FAILED
-        self._hot = _FAILED.hot
+        self._looks = _FAILED.looks
 
     def _take(self, length: int, region: Region) -> str:
         """Moves `length` characters of the buffer into pieces; their original text."""

@@ -24,7 +24,9 @@ class Lit:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Any whitespace, none included."""
+    """Whitespace, none included; line breaks only with `lines`."""
+
+    lines: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def _step(element: Element, text: str, at: int) -> int | None:
         return None if rest is not None and any(option.startswith(rest) for option in element.options) else -1
     if isinstance(element, Space):
         start = at
-        while at < len(text) and text[at].isspace():
+        while at < len(text) and (text[at] in "\r\n" if element.lines else text[at].isspace()):
             at += 1
         if at - start > MAX_SPACE:
             return -1

@@ -18,7 +18,8 @@ OUTER: Final = Pattern((lit("<tool_call>"), Space(), *_HEADER), ahead=1)
 BARE: Final = Pattern(_HEADER, ahead=1)
 _NAME: Final = re.compile(r"(?:<tool_call>)?\s*<function=([^>]*)>")
 _PARAMETER: Final = re.compile(r"\s*<parameter=([^>]*)>")
-_BOUNDARY: Final = re.compile(r"</parameter>|(?=<parameter=)|\Z")
+_BOUNDARY: Final = re.compile(r"</parameter>(?=\s*(?:<parameter=|\Z))|(?=<parameter=)|\Z")
+"""Where a value ends; a closing tag that nothing of the call follows is text of the value."""
 
 
 def layout(setup: Setup) -> Layout:

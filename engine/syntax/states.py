@@ -30,24 +30,26 @@ Parse = Callable[[str, Schemas], tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a call is written. It ends at `closer`, outside of pairs of `quote` when there is one (`escapes`: a
+    """How a call is written. It ends at `closer`, outside of stretches between `quotes` (`escapes`: a
     backslash escapes the next character). `header`: the pattern after the opener that yields the name, when the
-    opener itself doesn't. `spell`: a captured name → the tool's name. `after`: the state that follows."""
+    opener itself doesn't. `spell`: a captured name → the tool's name. `after`: the state that follows.
+    `tolerant`: at the end of the output, `closer` inside quotes will do."""
 
     closer: str
     parse: Parse
     after: str
     spell: Callable[[str], str] = str.strip
     header: Pattern | None = None
-    quote: str = ""
+    quotes: tuple[str, str] | None = None
     escapes: bool = False
+    tolerant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Where `pattern` matches, its consumed text gets `region` and the machine goes to `target`, or to what `route`
     makes of the captured name. `call`: the match opens a call. `tool`: an undecided match that has its first literal
-    counts as an incomplete call when the output ends. `trim`: newlines before the match are markup too."""
+    counts as an incomplete call when the output ends. `trim`: whitespace before the match is markup too."""
 
     pattern: Pattern
     target: str = ""
@@ -58,13 +60,14 @@ class Rule:
     route: Callable[[str], str] | None = None
 
 
-Lead = Literal["keep", "drop"]
+Lead = Literal["keep", "drop", "join"]
 
 
 @dataclass(frozen=True, eq=False)
 class State:
     """Text that no rule matches gets `region`. `otherwise`: rules are tried only at the start, after `skip`; any
-    other text leads there, taking the skipped text along ("keep") or not ("drop"). `strict`: text other than
+    other text leads there, taking the skipped text along or not (`lead`: "keep", also at the end of the output, "join",
+    only in front of text, or "drop"). `strict`: text other than
     whitespace is an error. `reasoning`/`tool`: what the machine reports while in it. `due`: a constrained answer may
     begin here; `openers`: spelled-out texts with which something else may begin where an answer is expected, a call,
     reasoning or markup before the answer."""
@@ -87,13 +90,21 @@ class State:
 
     @cached_property
     def hot(self) -> re.Pattern[str]:
-        """Finds the next character that needs a closer look."""
+        """Finds the next character with which a rule may begin."""
+        return re.compile(f"[{''.join(re.escape(char) for char in sorted(self.firsts))}]" if self.firsts else "(?!)")
+
+    @cached_property
+    def trims(self) -> bool:
+        """Whether whitespace may turn out to be markup."""
+        return any(rule.trim for rule in self.rules)
+
+    @cached_property
+    def looks(self) -> re.Pattern[str]:
+        """Matches in text that needs a closer look; other text, with nothing held back before it, is plainly this
+        state's own."""
         if self.otherwise is not None or self.strict:
             return re.compile(r"(?s:.)")
-        if not self.rules:
-            return re.compile(r"(?!)")
-        newline = r"\n" if any(rule.trim for rule in self.rules) else ""
-        return re.compile(f"[{''.join(re.escape(char) for char in sorted(self.firsts))}{newline}]")
+        return re.compile(f"{self.hot.pattern}|\\s\\Z" if self.trims else self.hot.pattern)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +169,7 @@ def standard(
             (*after_call, *content),
             otherwise="verbatim" if setup.structured else "content",
             skip=WHITESPACE,
+            lead="join",
             due=setup.structured,
             openers=(*openers, *(option for rule in after_call for option in rule.pattern.first)),
         ),
