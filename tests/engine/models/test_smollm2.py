@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import gguf
-import numpy as np
 import pytest
 import torch
 
-from engine.models.weights import gguf_name
-from tests.support.smollm2 import CONFIG, smollm2, smollm2_file
+from tests.support.smollm2 import reference, smollm2
 from tests.support.tiny_models import Captured, Driver, tokens
 
 IDS = tokens(90, seed=21, vocab=49000)
@@ -19,27 +14,9 @@ IDS = tokens(90, seed=21, vocab=49000)
 @pytest.fixture(scope="module")
 def expected() -> torch.Tensor:
     """transformers' float32 logits [positions, vocab] of IDS and six more tokens."""
-    import transformers
-
-    config = transformers.LlamaConfig(**{name: value for name, value in CONFIG.items() if name != "model_type"})
-    with torch.device("meta"):
-        model: Any = transformers.LlamaForCausalLM(config)
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2_file()).tensors}
-    state = {}
-    for name in model.state_dict():
-        if name == "lm_head.weight":
-            continue
-        tensor = stored[gguf_name(name)]
-        value = np.array(gguf.dequantize(tensor.data, tensor.tensor_type))
-        for part, heads in (("q_proj", 9), ("k_proj", 3)):
-            if part in name:  # rotated pairs to halves, the inverse of what llama.cpp's converter does
-                value = value.reshape(heads, 32, 2, 576).swapaxes(1, 2).reshape(heads * 64, 576)
-        state[name] = torch.from_numpy(value)
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    model = reference()
     with torch.inference_mode():
-        return torch.as_tensor(model.eval()(torch.tensor([[*IDS, *tokens(6, seed=3)]])).logits[0])
+        return torch.as_tensor(model(torch.tensor([[*IDS, *tokens(6, seed=3)]])).logits[0])
 
 
 def feed(driver: Driver, more: list[int]) -> torch.Tensor:
