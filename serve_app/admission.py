@@ -48,12 +48,13 @@ def _bearer(value: bytes) -> bytes:
 
 
 class Ticket:
-    """A place in the pool, with the body bytes it holds. Leave exactly once."""
+    """A place in the pool (`places` 0: none, for what is never refused for load), with the body bytes it holds."""
 
-    __slots__ = ("_bytes", "_left", "_pool")
+    __slots__ = ("_bytes", "_left", "_places", "_pool")
 
-    def __init__(self, pool: IngressPool) -> None:
+    def __init__(self, pool: IngressPool, places: int = 1) -> None:
         self._pool = pool
+        self._places = places
         self._bytes = 0
         self._left = False
 
@@ -69,7 +70,7 @@ class Ticket:
         if self._left:
             return
         self._left = True
-        self._pool.requests -= 1
+        self._pool.requests -= self._places
         self._pool.held_bytes -= self._bytes
 
 
@@ -95,6 +96,15 @@ class IngressPool:
     def place(self) -> Iterator[Ticket]:
         """`enter` as a context."""
         ticket = self.enter()
+        try:
+            yield ticket
+        finally:
+            ticket.leave()
+
+    @contextmanager
+    def holding(self) -> Iterator[Ticket]:
+        """Counts the body bytes of a request that takes no place."""
+        ticket = Ticket(self, 0)
         try:
             yield ticket
         finally:

@@ -210,11 +210,21 @@ class Workers:
     def __init__(self, threads: int = 2) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="frontend")
 
-    async def load(self, data: bytes, encoding: str, limit: int, decode: Callable[[dict[str, Any]], Result]) -> Result:
-        """`decode` of the JSON object in `data`. Raises InvalidRequest, BodyTooLarge and what `decode` raises."""
-        if encoding == "identity" and len(data) <= INLINE_BYTES:
+    async def load(self, data: bytes, decode: Callable[[dict[str, Any]], Result]) -> Result:
+        """`decode` of the JSON object in `data`. Raises InvalidRequest and what `decode` raises."""
+        if len(data) <= INLINE_BYTES:
             return decode(parse_object(data))
-        return await self.call(lambda: decode(parse_object(decompress(encoding, data, limit))))
+        return await self.call(lambda: decode(parse_object(data)))
+
+    async def unpack(self, data: bytes, encoding: str, limit: int, charge: Charge | None = None) -> bytes:
+        """`data` decoded; `charge` is told how many bytes more that is. Raises InvalidRequest, BodyTooLarge and what
+        `charge` raises."""
+        if encoding == "identity":
+            return data
+        text = await self.call(lambda: decompress(encoding, data, limit))
+        if charge is not None:
+            charge(max(0, len(text) - len(data)))
+        return text
 
     async def call(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -52,8 +52,11 @@ async def _plain_object(service: Service, request: Request) -> dict[str, Any]:
         raise UnsupportedEncoding("Content-Encoding: this route takes uncompressed JSON only")
     settings = service.settings
     limit = settings.max_body_bytes
-    data = await body.read(request.receive, request.headers, limit=limit, idle=settings.body_idle_seconds)
-    return await service.workers.load(data, "identity", limit, lambda value: value)
+    with service.pool.holding() as ticket:
+        data = await body.read(
+            request.receive, request.headers, limit=limit, idle=settings.body_idle_seconds, charge=ticket.charge
+        )
+        return await service.workers.load(data, lambda value: value)
 
 
 def _wanted(value: dict[str, Any]) -> str:

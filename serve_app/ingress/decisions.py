@@ -82,11 +82,13 @@ async def _read_systemone(
         request.receive, request.headers, limit=limit, idle=settings.body_idle_seconds, charge=charge
     )
 
+    data = await service.workers.unpack(data, encoding, limit, charge)
+
     def decode() -> systemone.SystemOneRequest:
         text, parts = data, None
         if in_parts:
             text, parts = split_parts(multipart.parse(content_type, data))
-        value = body.parse_value(body.decompress(encoding, text, limit))
+        value = body.parse_value(text)
         return systemone.decode(value, service.limits, max_bytes=limit, images_allowed=allowed, parts=parts)
 
     return await service.workers.call(decode)

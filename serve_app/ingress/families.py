@@ -34,4 +34,10 @@ PREFIXES: Final[dict[str, str]] = {
 def application(service: Service, families: Iterable[str] = tuple(FAMILIES)) -> Ingress:
     """The ASGI application of `families`."""
     routes = [route for family in families for make in FAMILIES[family] for route in make(service)]
-    return Ingress(routes, service.keys, own_request_id=not service.settings.under_serve, on_shutdown=service.close)
+    return Ingress(
+        routes,
+        service.keys,
+        own_request_id=not service.settings.under_serve,
+        on_startup=service.open,
+        on_shutdown=service.close,
+    )

@@ -71,7 +71,8 @@ async def read_decoded(
     data = await body.read(
         request.receive, request.headers, limit=limit, idle=settings.body_idle_seconds, charge=charge
     )
-    return await service.workers.load(data, encoding, limit, lambda value: decode(value, service.limits))
+    text = await service.workers.unpack(data, encoding, limit, charge)
+    return await service.workers.load(text, lambda value: decode(value, service.limits))
 
 
 async def _generate(

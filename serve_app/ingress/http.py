@@ -140,7 +140,7 @@ def family_of(path: str) -> Family:
 
 class Ingress:
     """The ASGI application. `own_request_id`: add the x-request-id header, which Ray Serve does itself.
-    `on_shutdown` runs when the server stops."""
+    `on_startup` and `on_shutdown` run with the server."""
 
     def __init__(
         self,
@@ -148,6 +148,7 @@ class Ingress:
         keys: KeyCheck,
         *,
         own_request_id: bool,
+        on_startup: Callable[[], None] | None = None,
         on_shutdown: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.routes = tuple(routes)
@@ -160,6 +161,7 @@ class Ingress:
                 self._exact.setdefault(route.path, {})[route.method] = route
         self._keys = keys
         self._own_request_id = own_request_id
+        self._on_startup = on_startup
         self._on_shutdown = on_shutdown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -232,6 +234,8 @@ class Ingress:
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
+                if self._on_startup is not None:
+                    self._on_startup()
                 await send({"type": "lifespan.startup.complete"})
             elif message["type"] == "lifespan.shutdown":
                 if self._on_shutdown is not None:

@@ -17,13 +17,14 @@ MESSAGES = Protocol(decode, MessagesEncoder, call_prefix="toolu_", check=_check)
 
 
 def routes(service: Service) -> list[Route]:
-    """/v1/messages and its token count, which never takes a slot and is never refused for load."""
+    """/v1/messages and its token count, which takes no slot and waits its turn instead of being refused."""
 
     async def count_tokens(request: Request) -> None:
         _check(request)
-        async with service.pool.turn():
-            decoded = await read_decoded(service, request, decode_count)
-            count = await while_connected(request, service.preprocessor.count(decoded.request))
+        with service.pool.holding() as ticket:
+            decoded = await read_decoded(service, request, decode_count, ticket.charge)
+            async with service.pool.turn():
+                count = await while_connected(request, service.preprocessor.count(decoded.request))
         await request.json({"input_tokens": count})
 
     return [

@@ -5,11 +5,14 @@ Built once by `serve_app.app`; the routes of every family close over it.
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.types.request import GenerationRequest, PreparedPrompt
+from protocols.errors import Unavailable
 from protocols.fields import DecodeLimits
 from serve_app.admission import IngressPool, KeyCheck
 from serve_app.body import Workers
@@ -66,6 +69,7 @@ class Service:
         self.pool = IngressPool(settings.request_pool, settings.pool_bytes)
         self.workers = Workers(settings.workers)
         self._identity: tuple[str, int] | None = None
+        self._asking: asyncio.Task[None] | None = None
 
     async def identity(self) -> tuple[str, int]:
         """The server's instance id and creation time, the same in every ingress; asked once. Raises Unavailable."""
@@ -74,5 +78,19 @@ class Service:
             self._identity = snapshot["instance"], snapshot["created"]
         return self._identity
 
+    def open(self) -> None:
+        """Asks for the server's identity ahead, so that discovery answers from memory. In a context of its own: a task
+        of Serve's would end with the request that began it."""
+        self._asking = asyncio.get_running_loop().create_task(self._ask(), context=contextvars.Context())
+
+    async def _ask(self) -> None:
+        while self._identity is None:
+            try:
+                await self.identity()
+            except Unavailable:
+                await asyncio.sleep(0.5)
+
     async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
         self.workers.close()

@@ -93,6 +93,14 @@ def test_one_request_may_hold_more_than_the_byte_bound() -> None:
     assert pool.held_bytes == 0
 
 
+def test_holding_counts_bytes_but_no_place() -> None:
+    pool = IngressPool(1, 100)
+    with pool.place(), pool.holding() as ticket:
+        ticket.charge(60)
+        assert (pool.requests, pool.held_bytes) == (1, 60)
+    assert (pool.requests, pool.held_bytes) == (0, 0)
+
+
 def test_place_is_left_when_the_request_fails() -> None:
     pool = IngressPool(1, 100)
     with pytest.raises(ZeroDivisionError), pool.place() as ticket:

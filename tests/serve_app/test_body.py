@@ -240,16 +240,28 @@ def test_last_duplicate_name_counts() -> None:
 
 
 @asynchronous
-async def test_large_and_compressed_bodies_are_decoded_by_workers() -> None:
+async def test_large_bodies_are_decoded_by_workers() -> None:
     workers = body.Workers(1)
     main = threading.get_ident()
     large = b'{"a":"' + b"x" * body.INLINE_BYTES + b'"}'
     try:
-        assert await workers.load(b"{}", "identity", LIMIT, lambda _: threading.get_ident()) == main
-        assert await workers.load(large, "identity", LIMIT, lambda _: threading.get_ident()) != main
-        assert await workers.load(gzip.compress(b"{}"), "gzip", LIMIT, lambda _: threading.get_ident()) != main
+        assert await workers.load(b"{}", lambda _: threading.get_ident()) == main
+        assert await workers.load(large, lambda _: threading.get_ident()) != main
     finally:
         workers.close()
+
+
+@asynchronous
+async def test_unpacking_charges_what_it_adds() -> None:
+    workers = body.Workers(1)
+    charged: list[int] = []
+    packed = gzip.compress(bytes(10_000))
+    try:
+        assert await workers.unpack(b"{}", "identity", LIMIT, charged.append) == b"{}"
+        assert await workers.unpack(packed, "gzip", LIMIT, charged.append) == bytes(10_000)
+    finally:
+        workers.close()
+    assert charged == [10_000 - len(packed)]
 
 
 @asynchronous

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from dataclasses import replace
@@ -83,6 +84,19 @@ async def test_cards_stay_the_same_and_are_the_servers() -> None:
     cards = [(await call(world.app, "GET", "/v1/models")).json for world in (first, first, second)]
     assert cards[0] == cards[1] == cards[2]
     assert cards[0]["data"][0]["created"] == first.cluster.answer["created"]
+
+
+@asynchronous
+async def test_identity_is_asked_at_start_and_kept() -> None:
+    world = World()
+    world.cluster.down = Unavailable("not yet")
+    assert (await call(world.app, "GET", "/v1/models")).status == 503
+    world.cluster.down = None
+    world.service.open()
+    await asyncio.sleep(0.01)
+    world.cluster.down = Unavailable("gone")
+    assert (await call(world.app, "GET", "/v1/models")).status == 200
+    await world.service.close()
 
 
 @asynchronous

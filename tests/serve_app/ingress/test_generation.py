@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +87,33 @@ async def test_body_bytes_are_bounded_over_all_requests() -> None:
     first.leave()
     await first.done()
     assert quiet(world)
+
+
+@asynchronous
+async def test_decoded_bytes_count_too() -> None:
+    world = World(settings=IngressSettings(under_serve=False, pool_bytes=5000))
+    first = Call(world.app, "POST", CHAT_PATH, None)
+    first.send(b" " * 1000)
+    await settle(lambda: world.service.pool.held_bytes == 1000)
+    packed = gzip.compress(json.dumps(chat(False, user="x" * 10_000)).encode())
+    assert len(packed) < 1000
+    assert (await call(world.app, "POST", CHAT_PATH, packed, [("content-encoding", "gzip")])).status == 429
+    first.leave()
+    await first.done()
+    assert (await call(world.app, "POST", CHAT_PATH, packed, [("content-encoding", "gzip")])).status == 200
+    assert quiet(world)
+
+
+@asynchronous
+async def test_slow_counts_keep_no_other_from_its_turn() -> None:
+    world = World()
+    version = [("anthropic-version", "2023-06-01")]
+    slow = [Call(world.app, "POST", "/v1/messages/count_tokens", None, version) for _ in range(40)]
+    await asyncio.sleep(0.01)
+    assert (await call(world.app, "POST", "/v1/messages/count_tokens", CHAT, version)).status == 200
+    for request in slow:
+        request.leave()
+        await request.done()
 
 
 @asynchronous
