@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.execution.noise import exponential_noise, race
+from engine.execution.noise import exponential_noise, race, winner
 from engine.execution.sampling_rows import Part
 from engine.execution.selection import at_least, padded, row_sums
 
@@ -29,7 +29,10 @@ FEW_BLOCKS = 16
 REACH = 41.0
 """Noise spans 2^-53 … 36.8, so a weight below e^-41 of the greatest can't win."""
 
-LADDER = 4
+DENSE = 0.5
+"""From this share of the vocabulary on, racing all of it is cheaper than gathering the survivors."""
+
+LADDER = 3
 """Halvings that tighten the superset of a wide nucleus; each costs one pass, a survivor less saves its noise."""
 
 
@@ -41,7 +44,7 @@ def by_candidates(part: Part) -> Tensor:
     rows, ids = at_least(part.logits, part.maxima, torch.where(narrow, bounds, torch.inf))
     unlimited = part.rows.top_k >= part.logits.shape[1]
     narrow &= certain | unlimited  # with a large top-k, candidates would need the mass of all k
-    total = _total_mass(part, narrow & unlimited & (part.rows.top_p < 1))
+    total, known = _total_mass(part, unlimited & (part.rows.top_p < 1))
     weights = (part.peak[rows] - part.logits[rows, ids]).div_(part.rows.temperature[rows]).neg_().exp_().double()
     mass = torch.zeros(count, dtype=torch.float64).index_add_(0, rows, weights)
     # A little more than top_p: the sums are rounded differently, and a spare candidate costs nothing.
@@ -52,7 +55,7 @@ def by_candidates(part: Part) -> Tensor:
         matrix, real = padded(rows[keep], ids[keep], count)
         result = _ranked_choice(part, matrix, real, total)
     for row in (~narrow).nonzero()[:, 0].tolist():
-        result[row] = _by_race(part, row)
+        result[row] = _by_race(part, row, known.get(row), float(total[row]))
     return result
 
 
@@ -75,15 +78,16 @@ def _bounds(part: Part) -> tuple[Tensor, Tensor]:
     return torch.where(no_count, floor, guess), by_k | no_count
 
 
-def _total_mass(part: Part, asking: Tensor) -> Tensor:
-    """Sum [rows] of weights exp(-gap) over the vocabulary; one for rows that aren't asking."""
+def _total_mass(part: Part, asking: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+    """Sum [rows] of weights exp(-gap) over the vocabulary, one for rows that aren't asking; and by row the weights."""
     total = torch.ones(len(asking), dtype=torch.float64)
-    if bool(asking.all()):
-        return row_sums(part.gaps(part.logits).neg_().exp_())
     index = asking.nonzero()[:, 0]
-    if len(index):
-        total[index] = row_sums(part.only(index).gaps(part.logits[index]).neg_().exp_())
-    return total
+    if not len(index):
+        return total, {}
+    some = part if len(index) == len(asking) else part.only(index)
+    weights = some.gaps(some.logits).neg_().exp_()
+    total[index] = row_sums(weights)
+    return total, dict(zip(index.tolist(), weights, strict=True))
 
 
 def _ranked_choice(part: Part, matrix: Tensor, real: Tensor, total: Tensor) -> Tensor:
@@ -106,78 +110,85 @@ def _ranked_choice(part: Part, matrix: Tensor, real: Tensor, total: Tensor) -> T
     return ids.gather(1, scores.argmax(1, keepdim=True))[:, 0]
 
 
-def _by_race(part: Part, row: int) -> int:
-    """The id of one row with many survivors.
+def _by_race(part: Part, row: int, weights: Tensor | None, total: float) -> int:
+    """The id of one row with many survivors; `weights` [vocab] exp(-gap) and their sum `total`, if they are known.
 
     Noise decides first, over a superset of the survivors; then the winner is tested against the filters, which
     takes one pass, and the next best is tried if it fails. The first that passes is the arg-max over survivors.
     """
     gaps = (part.peak[row] - part.logits[row]).div_(part.rows.temperature[row])
-    weights = gaps.clamp(max=80.0).neg_().exp_()
-    filters = _Filters(part, row, gaps, weights)
-    least = filters.superset()
-    key = int(part.keys[row])
-    if least <= float(weights.min()):
-        ids, scores = None, race(weights.numpy(), key)
-    else:
-        ids = np.flatnonzero(weights.numpy() >= np.float32(least))
-        scores = race(weights.numpy()[ids], key, ids)
+    filters = _Filters(part, row, gaps, weights, total)
+    values, key = filters.weights.numpy(), int(part.keys[row])
+    heavy = values >= np.float32(filters.least())
+    ids = np.flatnonzero(heavy) if np.count_nonzero(heavy) < len(heavy) * DENSE else None
+    contenders = values if ids is None else values[ids]
+    filters.keep(ids)
+    best = winner(contenders, key, ids)
+    if filters.passes(best if ids is None else int(ids[best])):
+        return best if ids is None else int(ids[best])
+    scores = race(contenders, key, ids)
     while True:
-        best = _first_greatest(scores)
+        scores[best] = -1.0
+        best = int(scores.argmax())
         token = best if ids is None else int(ids[best])
         if filters.passes(token):
             return token
-        scores[best] = -1.0
-
-
-def _first_greatest(scores: NDArray[np.float64]) -> int:
-    return int(scores.argmax())
 
 
 class _Filters:
-    """The filters of one row, asked about single ids."""
+    """The filters of one row, asked about single ids. `gaps`, `weights`: [vocab]."""
 
-    def __init__(self, part: Part, row: int, gaps: Tensor, weights: Tensor) -> None:
-        self._gaps, self._weights = gaps, weights
+    def __init__(self, part: Part, row: int, gaps: Tensor, weights: Tensor | None, total: float) -> None:
+        self.gaps = gaps
+        self.weights = gaps.neg().exp_() if weights is None else weights
+        self._kept: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64] | None]
+        self._kept = (gaps.numpy(), self.weights.numpy(), None)
         self._top_p, self._min_p = float(part.rows.top_p[row]), float(part.rows.min_p[row])
         self._last_gap, self._last_id = math.inf, len(gaps)
         top_k = int(part.rows.top_k[row])
         if top_k < len(gaps):
             self._last_gap = float(np.partition(gaps.numpy(), top_k - 1)[top_k - 1])
-            below = int((gaps < self._last_gap).sum())
+            below = int(np.count_nonzero(gaps.numpy() < np.float32(self._last_gap)))
             self._last_id = int(np.flatnonzero(gaps.numpy() == np.float32(self._last_gap))[top_k - below - 1])
-        self._whole = self._mass(weights, self._last_gap, self._last_id + 1) if self._top_p < 1 else math.inf
+            total = self._mass(self._last_gap, self._last_id + 1) if self._top_p < 1 else total
+        self._whole = total
 
-    def superset(self) -> float:
+    def least(self) -> float:
         """A weight that every survivor reaches.
 
         Ids lighter than (1 - top_p) / n of the mass weigh less than 1 - top_p together, so the nucleus doesn't need
         them; halving the gap from there on keeps the least weight whose followers still reach top_p.
         """
-        # Half an ulp of slack: equal gaps give equal weights, but the border is compared as a float32.
+        # A little slack: weights are rounded, and the border is compared as a float32.
         floor = max(math.exp(-REACH), self._min_p, math.exp(-min(self._last_gap, REACH)) * (1 - 1e-6))
         if self._top_p >= 1:
             return floor
         target = self._top_p * self._whole * (1 + 1e-6)
-        far, near = -math.log(max(floor, (1 - self._top_p) * self._whole / len(self._gaps) * (1 - 1e-6))), 0.0
+        far, near = -math.log(max(floor, (1 - self._top_p) * self._whole / len(self.gaps) * (1 - 1e-6))), 0.0
         for _ in range(LADDER):
             middle = (far + near) / 2
-            kept = torch.threshold(self._weights, math.exp(-middle), 0.0)
+            kept = torch.threshold(self.weights, math.exp(-middle), 0.0)
             far, near = (middle, near) if float(row_sums(kept[None])) >= target else (far, middle)
         return math.exp(-far) * (1 - 1e-6)
 
     def passes(self, token: int) -> bool:
-        gap = float(self._gaps[token])
+        gap = float(self.gaps[token])
         if gap > self._last_gap or (gap == self._last_gap and token > self._last_id):
             return False
-        if float(self._weights[token]) < self._min_p:
+        if float(self.weights[token]) < self._min_p:
             return False
-        return self._top_p >= 1 or self._mass(self._weights, gap, token) < self._top_p * self._whole
+        return self._top_p >= 1 or self._mass(gap, token) < self._top_p * self._whole
 
-    def _mass(self, weights: Tensor, gap: float, token: int) -> float:
+    def keep(self, ids: NDArray[np.int64] | None) -> None:
+        """Drops all but `ids`, among which are all survivors; None keeps everything. What was dropped lies behind
+        every survivor, so it never counts."""
+        if ids is not None:
+            self._kept = (self.gaps.numpy()[ids], self.weights.numpy()[ids], ids)
+
+    def _mass(self, gap: float, token: int) -> float:
         """Mass of the ids before `token` by (gap, id), `gap` being its gap."""
-        if gap == math.inf:
-            return float(row_sums(weights[None]))
-        before = weights * (self._gaps < gap)
-        equal = (self._gaps[:token] == gap).sum()
-        return float(row_sums(before[None])) + float(equal) * math.exp(-gap)
+        gaps, weights, ids = self._kept
+        end = token if ids is None else int(np.searchsorted(ids, token))
+        before = torch.from_numpy(weights * (gaps < np.float32(gap)))
+        equal = np.count_nonzero(gaps[:end] == np.float32(gap))
+        return float(row_sums(before[None])) + equal * math.exp(-gap)

@@ -6,6 +6,8 @@ formula: torch, for any device, and numpy in blocks that stay in the cache, for 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -43,26 +45,63 @@ def exponential_noise(keys: Tensor, ids: Tensor) -> Tensor:
 
 def race(weights: NDArray[np.float32], key: int, ids: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
     """`weights` [n] / noise of `ids` [n] (None for 0 … n-1) under the signed 64-bit `key`."""
-    steps = _steps(len(weights)) if ids is None else (ids + 1).view(np.uint64) * np.uint64(GOLDEN)
     scores = np.empty(len(weights), np.float64)
-    start_value = np.uint64(key & 0xFFFFFFFFFFFFFFFF)
-    with np.errstate(over="ignore"):
-        for start in range(0, len(weights), _BLOCK):
-            bits = steps[start : start + _BLOCK] + start_value
-            bits ^= bits >> np.uint64(30)
-            bits *= np.uint64(_MIX1)
-            bits ^= bits >> np.uint64(27)
-            bits *= np.uint64(_MIX2)
-            bits ^= bits >> np.uint64(31)
-            bits >>= np.uint64(12)
-            noise = bits.view(np.int64).astype(np.float64)
-            noise += 0.5
-            noise *= 2.0**-52
-            np.log(noise, out=noise)
-            np.divide(
-                weights[start : start + _BLOCK], np.negative(noise, out=noise), out=scores[start : start + _BLOCK]
-            )
+    for start, bits in _hashes(len(weights), key, ids):
+        part = slice(start, start + len(bits))
+        np.divide(weights[part], _exponential(bits), out=scores[part])
     return scores
+
+
+def winner(weights: NDArray[np.float32], key: int, ids: NDArray[np.int64] | None = None) -> int:
+    """The index of the greatest in `race`, several times as fast: an id whose hash alone shows that its noise is
+    too great for its block's greatest weight needs no logarithm."""
+    best, lead = 0, 0.0
+    for start, bits in _hashes(len(weights), key, ids):
+        part = weights[start : start + len(bits)]
+        heaviest = float(part.max())
+        if heaviest <= 0:
+            continue
+        # weight / E > lead needs E < heaviest / lead, so a hash of at least 2^52 exp(-heaviest / lead), less rounding
+        floor = int(math.exp(-heaviest / lead) * 2.0**52) - 16 if lead > 0 else 0
+        near = np.flatnonzero(bits >= np.uint64(floor << 12)) if floor > 0 else np.arange(len(bits))
+        if len(near):
+            scores = part[near] / _exponential(bits[near])
+            place = int(scores.argmax())
+            if scores[place] > lead:
+                best, lead = start + int(near[place]), float(scores[place])
+    return best
+
+
+def _hashes(count: int, key: int, ids: NDArray[np.int64] | None) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+    """(start, 64-bit hashes) of blocks of `ids`. A block is overwritten by the next."""
+    steps = _steps(count) if ids is None else None
+    offset = np.uint64(key & 0xFFFFFFFFFFFFFFFF)
+    block, scratch = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
+    with np.errstate(over="ignore"):
+        for start in range(0, count, _BLOCK):
+            size = min(_BLOCK, count - start)
+            bits, shifted = block[:size], scratch[:size]
+            if steps is not None:
+                np.add(steps[start : start + size], offset, out=bits)
+            else:
+                assert ids is not None
+                np.add(ids[start : start + size].view(np.uint64), np.uint64(1), out=bits)
+                bits *= np.uint64(GOLDEN)
+                bits += offset
+            for shift, factor in ((30, _MIX1), (27, _MIX2), (31, 1)):
+                np.right_shift(bits, np.uint64(shift), out=shifted)
+                bits ^= shifted
+                if factor != 1:
+                    bits *= np.uint64(factor)
+            yield start, bits
+
+
+def _exponential(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+    noise = (bits >> np.uint64(12)).view(np.int64).astype(np.float64)
+    noise += 0.5
+    noise *= 2.0**-52
+    np.log(noise, out=noise)
+    return np.negative(noise, out=noise)
 
 
 @lru_cache(maxsize=4)

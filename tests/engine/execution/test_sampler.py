@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.execution.noise import exponential_noise, noise_keys, race
+from engine.execution.noise import exponential_noise, noise_keys, race, winner
 from engine.execution.sampler import Mask, SamplingRows, sample
 from engine.execution.sampling_rows import Part
 from engine.execution.sampling_state import SamplingState
@@ -175,6 +175,17 @@ def test_both_forms_of_the_noise_agree() -> None:
     some = np.array([0, 5, 19_999, 123_456_789], np.int64)
     picked = race(weights[:4], int(key), some)
     assert np.allclose(picked, 1 / exponential_noise(key, torch.from_numpy(some)).numpy(), rtol=1e-12)
+
+
+def test_the_quick_winner_is_the_arg_max_of_the_race() -> None:
+    random = np.random.default_rng(0)
+    for number in range(60):
+        weights = np.exp(-random.exponential(5, int(random.integers(1, 30_000)))).astype(np.float32)
+        if number % 3 == 0 and len(weights) > 1:
+            weights[1:][random.random(len(weights) - 1) < 0.7] = 0
+        ids = None if number % 2 else np.sort(random.choice(100_000, len(weights), replace=False)).astype(np.int64)
+        key = int(random.integers(-(2**63), 2**63 - 1))
+        assert winner(weights, key, ids) == int(race(weights, key, ids).argmax())
 
 
 def test_penalties_follow_their_formulas() -> None:
