@@ -67,6 +67,14 @@ def build_responses(args: dict[str, Any]) -> Application:
     return _family(_full(args), ("responses",))
 
 
+def build_systemone(args: dict[str, Any]) -> Application:
+    return _family(_full(args), ("systemone",))
+
+
+def build_decisions(args: dict[str, Any]) -> Application:
+    return _family(_full(args), ("decisions",))
+
+
 def targets(startup: Startup) -> list[Target]:
     """The applications of the settings' layout."""
     if startup.settings.layout == "compact":
