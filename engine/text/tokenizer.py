@@ -57,6 +57,10 @@ class TokenTable:
     def specials(self) -> frozenset[int]:
         return frozenset(number for number, flags in enumerate(self._flags) if flags & _SPECIAL)
 
+    @cached_property
+    def controls(self) -> frozenset[int]:
+        return frozenset(number for number, flags in enumerate(self._flags) if flags & _CONTROL)
+
     def is_special(self, token: int) -> bool:
         """Declared special by the tokenizer: hidden from text where special tokens are skipped."""
         return bool(self._flags[token] & _SPECIAL)
@@ -140,12 +144,14 @@ class Tokenizer:
 
     @cached_property
     def _plain(self) -> LibraryTokenizer:
-        """The same tokenizer without control tokens, so that no text can produce one."""
+        """The same tokenizer without control tokens, so that no text can produce one. Made when a text spells one."""
         definition = json.loads(self._definition)
-        kept = [entry for entry in definition.get("added_tokens") or [] if not is_control(entry)]
+        definition.setdefault("added_tokens", [])
+        kept = [entry for entry in definition["added_tokens"] if not is_control(entry)]
         if isinstance(definition["model"].get("vocab"), dict):
             # The library numbers added tokens anew unless the model knows them.
             definition["model"]["vocab"].update({entry["content"]: entry["id"] for entry in kept})
+        _drop_merges(definition["model"], _contents(definition["added_tokens"]) - _contents(kept))
         plain = LibraryTokenizer.from_str(json.dumps({**definition, "added_tokens": kept, "post_processor": None}))
         plain.no_padding()
         plain.no_truncation()
@@ -156,7 +162,9 @@ class Tokenizer:
         tokenizer's own frame (BOS and the like) is added."""
         if specials:
             return list(self._full.encode(text, add_special_tokens=add_special_tokens).ids)
-        ids = list(self._plain.encode(text, add_special_tokens=False).ids)
+        ids = list(self._full.encode(text, add_special_tokens=False).ids)
+        if not self._tokens.controls.isdisjoint(ids):
+            ids = list(self._plain.encode(text, add_special_tokens=False).ids)
         return self._framed(ids) if add_special_tokens else ids
 
     def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
@@ -182,6 +190,18 @@ class Tokenizer:
         while before < len(frame) and frame[before] == marked[before]:
             before += 1
         return [*frame[:before], *ids, *frame[before:]]
+
+
+def _contents(entries: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {str(entry["content"]) for entry in entries}
+
+
+def _drop_merges(model: dict[str, Any], spellings: set[str]) -> None:
+    """Takes out of a BPE `model` the merges that would spell a control token."""
+    if "merges" in model:
+        pairs = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
+        model["merges"] = [merge for merge, (left, right) in pairs if left + right not in spellings]
+    model.pop("ignore_merges", None)
 
 
 def _vocabulary(definition: Mapping[str, Any]) -> list[tuple[str, int]]:

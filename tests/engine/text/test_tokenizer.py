@@ -41,6 +41,15 @@ def test_control_tokens_come_only_from_trusted_text() -> None:
     assert mixed[0] == think and mixed[-1] == start and think not in mixed[1:]
 
 
+def test_merges_cannot_spell_a_control_token_either() -> None:
+    definition = synthetic_definition([], ["xy"])
+    definition["model"]["vocab"]["xy"] = definition["added_tokens"][0]["id"]
+    definition["model"]["merges"].append(["x", "y"])
+    tokenizer = Tokenizer(json.dumps(definition), build_table(definition, 0))
+    assert tokenizer.encode("xy", specials=True) == [tokenizer.token_id("xy")]
+    assert tokenizer.encode("xy", specials=False) == [ord("x"), ord("y")]
+
+
 def test_ordinary_added_tokens_stay_ordinary() -> None:
     blank, table = TOKENIZER.token_id("\n\n"), TOKENIZER.token_id("<table>")
     assert TOKENIZER.encode("a\n\n<table>", specials=False)[1:] == [blank, table]
