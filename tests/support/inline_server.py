@@ -1,9 +1,8 @@
-"""The real ingress over an engine in this process: decoders, lowering, scheduler, one rank, pipeline and encoders, without
-Ray.
+"""The real ingress over an engine in this process, without Ray: decoders, lowering, scheduler, one rank, pipeline and
+encoders.
 
 A Site runs its application on a loop of its own thread. `post` and `stream` call it without sockets; `url` serves it
-on a free port of the loopback, for SDKs and other HTTP clients. Session fixtures share the demo model and a scripted
-one; tests that need another model open a Site themselves.
+on a free port of the loopback, for SDKs and other HTTP clients.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import pytest
 import uvicorn
 
-from engine.config import EngineConfig
 from engine.engine import QueueFull
 from engine.inline import Inline
 from engine.prepare import default_cache_dir, prepare
@@ -112,7 +109,7 @@ class InlinePreprocessor:
     async def label_ids(self, request: GenerationRequest, labels: Sequence[str]) -> tuple[int | None, ...]:
         return await self._run(self.lowering.label_ids, request, labels)
 
-    async def _run(self, work: Any, *arguments: Any) -> Any:
+    async def _run(self, work: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
     def close(self) -> None:
@@ -147,7 +144,7 @@ class Site:
         prepared = prepare(source, cache or default_cache_dir())
         tree = load({"model": source, "engine": {**SMALL, **settings.pop("engine", {})}, **settings})
         self.startup = Startup(tree, prepared, "cpu", "inline")
-        self.inline = Inline(self._engine_config(), model=self.startup.model)
+        self.inline = Inline(self.startup.engine_config, model=self.startup.model)
         self.model = self.startup.model
         self.preprocessor = InlinePreprocessor(self.startup.lowering())
         self.engine = InlineEngine(self.inline)
@@ -169,9 +166,6 @@ class Site:
         self._server: _Server | None = None
         self._serving: Any = None
         self._listener: socket.socket | None = None
-
-    def _engine_config(self) -> EngineConfig:
-        return self.startup.engine_config
 
     def __enter__(self) -> Self:
         self.inline.__enter__()
@@ -262,10 +256,3 @@ async def _until_started(server: uvicorn.Server) -> None:
     async with asyncio.timeout(20):
         while not server.started:
             await asyncio.sleep(0.005)
-
-
-@pytest.fixture(scope="session")
-def demo() -> Iterator[Site]:
-    """The demo model in float32, with every observation allowed."""
-    with Site("builtin:smollm2", engine={"dtype": "float32", "prefill_chunk": 64}, logprobs={"prompt": True}) as site:
-        yield site

@@ -1,0 +1,74 @@
+"""Served models that the tests of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.inline_server import Site
+from tests.support.scripted import script, spelled, times, token, turn
+from tests.support.tiny_sources import tiny_source
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{{ '<think>\n\n</think>\n\n' if enable_thinking is defined and not enable_thinking else '<think>\n' }}{% endif %}"
+)
+CALL = (
+    token("<tool_call>"),
+    "\n<function=lookup>\n<parameter=city>\nParis\n</parameter>\n</function>\n",
+    token("</tool_call>"),
+)
+TURNS = (
+    turn("hello world, it is the answer"),
+    turn(spelled("a🙂b"), " the end", when="emoji"),
+    turn(spelled("🙂🙂"), when="faces"),
+    turn("so it is\n", token("</think>"), "\n\n", *CALL, when="call"),
+    turn("so it is\n", token("</think>"), "\n\nthe answer is yes", when="reason"),
+    turn("one", token("<|im_end|>"), " two", token("<|im_end|>"), when="ends"),
+    turn(times(40, " the"), then="repeat", when="again"),
+    turn({"id": 0xF0}, {"id": 0x9F}, "x", when="broken", logits={"0": {"#241": 499.0, "#242": 498.0}}),
+    turn("plain", token("<think>"), " text", token("<tool_call>"), " more", when="delimiters"),
+)
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Site]:
+    """The demo model in float32, every observation allowed, chunks of 64."""
+    with Site("builtin:smollm2", engine={"dtype": "float32", "prefill_chunk": 64}, logprobs={"prompt": True}) as site:
+        yield site
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A scripted Qwen with reasoning and tools, every observation allowed, chunks of 16."""
+    with scripted_site(tmp_path_factory.mktemp("scripted"), logprobs={"prompt": True}) as site:
+        yield site
+
+
+def scripted_site(directory: Path, /, *, recipe: str = "qwen38", **settings: Any) -> Site:
+    source = script(directory, TURNS, recipe=recipe, chat_template=THINKING_TEMPLATE, bos="<|im_start|>")
+    engine = {"prefill_chunk": 16, "page_tokens": 16, **settings.pop("engine", {})}
+    return Site(source, cache=directory / "cache", engine=engine, **settings)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Any]]:
+    """A tiny random llama in whose head rows 40, 50 and 60 are equal and row 70 is infinitely unlikely; and
+    transformers' model of it."""
+
+    def edit(model: Any) -> None:
+        model.lm_head.weight[[50, 60]] = model.lm_head.weight[40].clone()
+
+    directory = tmp_path_factory.mktemp("tiny")
+    source, model = tiny_source(directory, edit)
+    engine = {"dtype": "float32", "prefill_chunk": 16, "page_tokens": 16}
+    with Site(source, cache=directory / "cache", engine=engine, logprobs={"prompt": True}) as site:
+        yield site, model
+
+
+torch.set_num_threads(1)
