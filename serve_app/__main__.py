@@ -149,11 +149,12 @@ def _deploy(startup: Startup, stop: threading.Event, deployed: list[str]) -> Non
     first failure's own words."""
     from ray import serve
 
-    from serve_app.app import targets
+    from serve_app.app import check_address, targets
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     server = startup.settings.server
     serve.start(http_options={"host": server.host, "port": server.port}, proxy_location="HeadOnly")
+    check_address(startup.settings)
     wanted = targets(startup)
     deployed += [target.name for target in wanted]
     serve.run_many(

@@ -21,7 +21,7 @@ from serve_app.engine_replica import EngineReplica
 from serve_app.ingress.families import FAMILIES, PREFIXES
 from serve_app.ingress_replica import IngressReplica
 from serve_app.preprocessor import PreprocessorReplica
-from serve_app.settings import Settings, cores, load
+from serve_app.settings import Settings, SettingsError, cores, load
 from serve_app.startup import ResolvedDevice, Startup, start
 
 MODEL: Final = "engine"
@@ -44,9 +44,7 @@ class Target:
 
 def build(args: dict[str, Any]) -> Application:
     """The compact layout: one application, one ingress for all families, engine and preprocessor bound below it."""
-    startup = _start(load(args), hub=f"flare-{secrets.token_hex(4)}")
-    _check_address(args, startup.settings)
-    return _compact(startup)
+    return _compact(_start(load(args), hub=f"flare-{secrets.token_hex(4)}"))
 
 
 def build_engine(args: dict[str, Any]) -> Application:
@@ -115,6 +113,7 @@ def _full(args: Mapping[str, Any]) -> Startup:
 
 
 def _start(settings: Settings, hub: str = FULL_HUB) -> Startup:
+    check_address(settings)
     return start(settings, hub=hub).on(cluster_device(settings))
 
 
@@ -200,19 +199,16 @@ def _ingress(startup: Startup, families: tuple[str, ...], engine: Any, preproces
     return deployment(IngressReplica).bind(startup, families, engine, preprocessor)
 
 
-def _check_address(args: Mapping[str, Any], settings: Settings) -> None:
-    """Under `serve run` the HTTP address is Serve's; one of ours that disagrees must not be ignored."""
-    from serve_app.settings import SettingsError
-
-    given = {str(key).rpartition(".")[2] for key in args}
+def check_address(settings: Settings) -> None:
+    """Where Serve runs already, the HTTP address is Serve's; one of ours that disagrees must not be ignored. Raises
+    SettingsError."""
     http = _serve_http()
     if http is None:
         return
-    for name, actual in (("host", http.host), ("port", http.port)):
-        if name in given and getattr(settings.server, name) != actual:
-            raise SettingsError(
-                f"server.{name}: Ray Serve already listens on {actual}; start with `python -m serve_app` to choose it"
-            )
+    for name in settings.server.model_fields_set & {"host", "port"}:
+        asked, actual = getattr(settings.server, name), getattr(http, name)
+        if asked != actual:
+            raise SettingsError(f"server.{name}: {asked} was asked for, but Ray Serve already listens on {actual}")
 
 
 def _serve_http() -> Any:

@@ -27,7 +27,7 @@ from serve_app.token_channel import detached
 
 logger = logging.getLogger("ray.serve")
 
-MESSAGE_BYTES = 2**20
+MESSAGE_BYTES = 2**18
 """Larger arguments travel through the object store: gRPC between replicas takes 4 MiB at most."""
 HEALTH_SECONDS = 0.9
 HEALTH_KEPT = 0.25

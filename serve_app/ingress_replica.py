@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
 from ray import serve
 
 from cluster.telemetry_hub import Reporter
-from engine.text.output import OutputPipeline
+from engine.text.output import OutputPipeline, Validator
+from engine.types.conversation import Conversation
 from engine.types.request import GenerationRequest, PreparedPrompt
 from serve_app.engine_client import EngineClient
 from serve_app.handles import Cluster, EngineCaller, RemoteHandle
@@ -48,7 +50,7 @@ class IngressReplica:
         self._lowering: LocalPreprocessor | None = None
         port: PreprocessorPort
         if preprocessor is None:
-            lowering = await asyncio.to_thread(startup.lowering, graph.workers)
+            lowering = await asyncio.to_thread(startup.lowering)
             port = self._lowering = LocalPreprocessor(lowering, graph.workers)
         else:
             port = RemotePreprocessor(_handle(preprocessor))
@@ -103,6 +105,15 @@ def _pipelines(startup: Startup) -> OpenPipeline:
     model = startup.model
 
     def open_pipeline(prompt: PreparedPrompt, request: GenerationRequest, call_id: Callable[[], str]) -> OutputPipeline:
-        return OutputPipeline(model, prompt, request, call_id=call_id)
+        return OutputPipeline(model, prompt, request, call_id=call_id, validators=_validators(startup, request))
 
     return open_pipeline
+
+
+def _validators(startup: Startup, request: GenerationRequest) -> dict[str, Validator]:
+    """The input checks of freeform tools, by name. Compiled already, when the request was lowered."""
+    conversation = request.prompts[0]
+    if not isinstance(conversation, Conversation):
+        return {}
+    formats = {tool.name: tool.input_format for tool in conversation.tools if tool.input_format is not None}
+    return {name: partial(startup.grammars.validate, input_format) for name, input_format in formats.items()}

@@ -138,15 +138,16 @@ class Startup:
             },
         )
 
-    def grammars(self, workers: int) -> Grammars:
-        manifest = self.model.manifest
-        path = self.prepared / "tokenizer.json"
-        return Grammars(path, manifest.vocab_size, tuple(manifest.eos_ids), workers=workers)
+    @cached_property
+    def grammars(self) -> Grammars:
+        """This process's grammar compiler, with its bounded pool."""
+        manifest, workers = self.model.manifest, self.settings.graph.workers
+        return Grammars(self.model.tokenizer_json, manifest.vocab_size, tuple(manifest.eos_ids), workers=workers)
 
-    def lowering(self, workers: int = 1) -> Lowering:
+    def lowering(self) -> Lowering:
         """Raises SettingsError when a setting can't be kept with this model."""
         try:
-            return Lowering(self.model, self.serving_limits, self.grammars(workers).check)
+            return Lowering(self.model, self.serving_limits, self.grammars.check)
         except ValueError as error:
             raise SettingsError(str(error)) from None
 

@@ -26,9 +26,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     directory = tmp_path_factory.mktemp("plain")
     turns = [turn("Hello."), turn(COUNTED, when="count slowly", delay_ms=15)]
     arguments = {
-        "model": script(directory, turns, name="counting", chat_template=TEMPLATE),
+        "model": script(directory, turns, name="counting", chat_template=TEMPLATE, context=120_000),
         "cache_dir": str(directory / "cache"),
         "threads": 1,
+        "kv_bytes": 20_000_000,
     }
     port = free_port()
     application = {"name": "flare", "route_prefix": "/", "import_path": "serve_app.app:build", "args": arguments}
@@ -49,6 +50,14 @@ def test_it_answers(plain: Graph) -> None:
     assert answered(plain.post(CHAT, chat("hi"))) == "Hello."
     request = RawRequest(plain.port, CHAT, SLOW)
     assert streamed_text(request.read_all()) == COUNTED
+
+
+def test_a_large_prompt_travels_by_reference(plain: Graph) -> None:
+    """100,000 token ids are more than a call carries itself; the engine sees them, since it is what refuses them."""
+    answer = plain.post("/v1/completions", {"model": "m", "prompt": [5] * 100_000, "max_tokens": 3})
+    assert answer["status"] == 400
+    assert "100000 tokens" in answer["error"]["message"]
+    assert "KV pool" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
