@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.execution.sampling_rows import Upload, uploader
-from engine.execution.selection import largest, row_sums
+from engine.execution.selection import count_greater, exponential_sums, largest
 
 NOT_FINITE = -9999.0
 """How a log probability that isn't finite is reported. Replaced here, so that nothing downstream meets -inf or NaN."""
@@ -112,7 +112,7 @@ def score_prompt(logits: Tensor, targets: Tensor, alternatives: int) -> PromptOb
     return PromptObservations(
         targets,
         _scores(actual, peak, spread)[:, 0],
-        1 + (logits > actual).sum(1),
+        1 + count_greater(logits, actual),
         _scores(top, peak, spread),
         top_ids,
     )
@@ -121,7 +121,7 @@ def score_prompt(logits: Tensor, targets: Tensor, alternatives: int) -> PromptOb
 def _normalizer(logits: Tensor) -> tuple[Tensor, Tensor]:
     """(maximum, log of the sum of exponentials below it), each float64 [rows, 1]."""
     peak = logits.amax(1, keepdim=True)
-    return peak.double(), row_sums((logits - peak).exp_()).log()[:, None]
+    return peak.double(), exponential_sums(logits, peak).log()[:, None]
 
 
 def _scores(values: Tensor, peak: Tensor, spread: Tensor) -> Tensor:

@@ -6,11 +6,14 @@ doesn't depend on how many rows or threads there are. Leaves what to select, and
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 BLOCK = 128
 """Ids under one block maximum. Real vocabularies are mostly multiples of it, so the tail block is rare."""
+
+_CACHED_ROWS = 16
 
 
 def block_maxima(values: Tensor) -> Tensor:
@@ -37,6 +40,24 @@ def row_sums(values: Tensor) -> Tensor:
     if whole < width:
         total = total + values[:, whole:].sum(-1).double()
     return total
+
+
+def exponential_sums(values: Tensor, peaks: Tensor) -> Tensor:
+    """Float64 sums [rows] of exp(value - peak) over `values` [rows, vocab], `peaks` [rows, 1]; a few rows at a time on
+    the CPU, whose caches a whole batch would leave."""
+    if values.is_cuda or len(values) <= _CACHED_ROWS:
+        return row_sums((values - peaks).exp_())
+    starts = range(0, len(values), _CACHED_ROWS)
+    slices = [slice(start, start + _CACHED_ROWS) for start in starts]
+    return torch.cat([row_sums((values[part] - peaks[part]).exp_()) for part in slices])
+
+
+def count_greater(values: Tensor, than: Tensor) -> Tensor:
+    """How many of `values` [rows, vocab] are greater than their row's `than` [rows, 1], int64 [rows]."""
+    if values.is_cuda:
+        return (values > than).sum(1)
+    rows = zip(values.numpy(), than[:, 0].numpy(), strict=True)
+    return torch.tensor([int(np.count_nonzero(row > value)) for row, value in rows], dtype=torch.int64)
 
 
 def at_least(values: Tensor, maxima: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
