@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.text.detokenize import Detokenizer
@@ -28,11 +28,13 @@ PIECES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(PIECES)
 def test_the_text_is_that_of_all_bytes(pieces: list[bytes]) -> None:
     assert decode(pieces)[0] == b"".join(pieces).decode("utf-8", "replace")
 
 
+@settings(deadline=None)
 @given(PIECES)
 def test_offsets_count_the_characters_before(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)

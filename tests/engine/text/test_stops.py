@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.text.stops import StopMatcher
@@ -29,6 +29,7 @@ def could_begin(text: str, stops: list[str]) -> int:
     )
 
 
+@settings(deadline=None)
 @given(st.text("abc", max_size=30), STOPS, st.lists(st.integers(0, 30), max_size=8))
 def test_any_chunking_finds_the_earliest_end(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher = StopMatcher(stops)
@@ -43,6 +44,7 @@ def test_any_chunking_finds_the_earliest_end(text: str, stops: list[str], cuts: 
     assert wanted is None
 
 
+@settings(deadline=None)
 @given(st.text("ab", max_size=20), STOPS, st.integers(0, 20))
 def test_unarmed_stops_are_passed_over(text: str, stops: list[str], armed_from: int) -> None:
     matcher = StopMatcher(stops)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models, normalizers, trainers
@@ -21,6 +21,7 @@ TABLE = build_table(DEFINITION, 0)
 TOKENIZER = Tokenizer(json.dumps(DEFINITION), TABLE)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_round_trips_through_exact_bytes(text: str) -> None:
     text = text.encode("utf-8", "replace").decode()
