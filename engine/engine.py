@@ -114,6 +114,7 @@ class Engine:
         self._groups: dict[str, Group] = {}
         self._losses: list[float] = []
         self._lost_at = 0.0
+        self._rebuilt = 0
         self._progress = time.monotonic()
         self._state: State = "running"
         self._message = ""
@@ -126,6 +127,7 @@ class Engine:
         self._live = 0
         self._ids: set[str] = set()
         self._thread: threading.Thread | None = None
+        self._rebuilder: threading.Thread | None = None
 
     @staticmethod
     def inline(config: EngineConfig) -> Inline:
@@ -200,8 +202,9 @@ class Engine:
         with self._lock:
             return self._lock.wait_for(lambda: self._live == 0 and (self._resting or self._state == "down"), timeout)
 
-    def close(self) -> None:
-        """Ends every request as unavailable, the thread and the ranks."""
+    def close(self, patience: float = 0.0) -> None:
+        """Ends every request as unavailable, the thread and the ranks. `patience`: seconds to wait for ranks that are
+        just being started, whose start can't be interrupted; they are closed as soon as they are there."""
         with self._lock:
             self._state = "closed"
             self._lock.notify_all()
@@ -212,6 +215,8 @@ class Engine:
             self._shut("the engine is closed")
         self._ranks.close()
         self._guides.close()
+        if self._rebuilder is not None:
+            self._rebuilder.join(patience)
 
     def stats(self) -> EngineStats:
         """Totals and gauges now. Cheap enough for every scrape."""
@@ -219,7 +224,7 @@ class Engine:
         pool = scheduler.kv.pool
         return EngineStats(
             **asdict(scheduler.counters),
-            rebuilds=len(self._losses),
+            rebuilds=self._rebuilt,
             active=len(scheduler.active),
             pending=max(self._live - len(scheduler.active), 0),
             cached_pages=pool.cached,
@@ -409,7 +414,8 @@ class Engine:
                 return
             self._scheduler.lose(str(failure))
             started: Future[RankGroup] = Future()
-            threading.Thread(target=self._start_ranks, args=(started,), name="rebuild", daemon=True).start()
+            self._rebuilder = threading.Thread(target=self._start_ranks, args=(started,), name="rebuild", daemon=True)
+            self._rebuilder.start()
             self._wait_for(started)
             if not started.done():
                 return
@@ -441,6 +447,7 @@ class Engine:
 
     def _adopt(self, ranks: RankGroup) -> None:
         self._ranks = ranks
+        self._rebuilt += 1
         self.report = ranks.report
         self._scheduler.reset(self.report.pages)
         self._pace = StepPace(self.config.step_timeout)
@@ -467,8 +474,8 @@ class Engine:
 
 
 class _Guides:
-    """Opens guides for the requests that need one: at once for a budget alone, in a pool when a constraint must be
-    compiled, so that neither the loop nor other requests wait."""
+    """Opens guides for the requests that need one, in a pool: a constraint must be compiled and a long output replayed,
+    and neither the loop nor the caller should wait for that."""
 
     def __init__(self, model: PreparedModel, open_guide: OpenGuide | None, poke: Callable[[], None]) -> None:
         self._model = model
@@ -478,15 +485,13 @@ class _Guides:
         self._pool: ThreadPoolExecutor | None = None
 
     def open(self, request: Request) -> None:
-        """Gives `request` its guide, or the promise of one. Any thread."""
+        """Gives `request` the promise of its guide, if it needs one. Any thread."""
         prompt = request.prompt
-        if prompt.constraint is None:
-            if prompt.reasoning_budget is not None and prompt.opening == "reasoning":
-                request.guide = self._opened(prompt)
+        if prompt.constraint is None and (prompt.reasoning_budget is None or prompt.opening != "reasoning"):
             return
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+                self._pool = ThreadPoolExecutor(4, thread_name_prefix="guides")
             pool = self._pool
         request.opening = pool.submit(self._opened, prompt)
         request.opening.add_done_callback(lambda _: self._poke())

@@ -66,7 +66,7 @@ class Inline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.engine.close()
+        self.engine.close(patience=60.0)
 
     def stream(self, prompts: Sequence[PreparedPrompt]) -> Iterator[Update]:
         """Submits the prompts as one group and yields its updates as they come. A consumer that leaves early cancels

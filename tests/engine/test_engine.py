@@ -453,6 +453,20 @@ def test_a_failing_sink_ends_its_group_alone() -> None:
     rig.check_returned()
 
 
+def test_all_news_of_a_step_can_be_had_at_once() -> None:
+    """So that they leave in one frame."""
+    calls: list[list[tuple[str, list[Update]]]] = []
+    rig = Rig(on_step=calls.append)
+    names = ["a", "b", "c"]
+    for name in names:
+        rig.engine.submit(name, [make_prompt([1, 2], max_tokens=3, ignore_eos=True)])
+    rig.run()
+    assert [[group for group, _ in call] for call in calls] == [names] * 3
+    assert [
+        record.id for call in calls for group, updates in call if group == "b" for record in updates[0].records
+    ] == (alone(make_prompt([1, 2], max_tokens=3, ignore_eos=True))[0])
+
+
 # ---- pause, drain ----
 
 

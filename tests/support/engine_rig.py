@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.engine import Engine
+from engine.engine import Engine, OnStep
 from engine.scheduler.guide import OpenGuide
 from engine.types.events import EngineEnd, Update
 from engine.types.request import PreparedPrompt
@@ -27,6 +27,7 @@ class Rig:
         context: int = 64,
         rebuilds: int = 3,
         open_guide: OpenGuide | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         self.groups: list[FakeRanks] = []
         self.news: dict[str, list[Update]] = {}
@@ -37,7 +38,9 @@ class Rig:
             self.groups.append(group)
             return group
 
-        self.engine = Engine(config, fake_model(context), factory, rebuilds=rebuilds, open_guide=open_guide)
+        self.engine = Engine(
+            config, fake_model(context), factory, rebuilds=rebuilds, open_guide=open_guide, on_step=on_step
+        )
 
     @property
     def ranks(self) -> FakeRanks:
