@@ -3,7 +3,7 @@
 
 For each agent: read a file with a bug, mend it, run its tests, say so; one call a turn, with that agent's own tools
 and the markup of the Qwen recipe. The file and the function bear the agent's name, so that the end of the conversation
-tells whose turn it is.
+tells whose turn it is. Conformance suites ask for the weather and get a call.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def script() -> dict[str, Any]:
             turns.append({"when": cue, "output": _call(name, arguments)})
         done = ["Nothing is left to do.\n", {"token": "</think>"}, f"\n\n{ANSWER}"]
         turns.append({"when": f"unittest -q test_{agent}\n</parameter>", "output": done})
+    turns.append({"when": "weather in San Francisco?", "output": _call("get_weather", {"location": "San Francisco"})})
     turns.append({"output": ["I think.\n", {"token": "</think>"}, "\n\nHello from the script."]})
     return {
         "model_id": MODEL,
