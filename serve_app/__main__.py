@@ -128,19 +128,12 @@ def _start_ray(startup: Startup) -> Startup:
 
     from serve_app.app import cluster_device
 
-    graph, server = startup.settings.graph, startup.settings.server
+    graph = startup.settings.graph
     common: dict[str, Any] = {"namespace": "flare", "logging_level": logging.WARNING, "log_to_driver": False}
     if graph.address is not None:
         ray.init(address=graph.address, **common)
     else:
-        loopback = server.host in ("127.0.0.1", "localhost")
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=graph.object_store_bytes,
-            _node_ip_address="127.0.0.1" if loopback else None,
-            **common,
-        )
+        ray.init(address="local", include_dashboard=False, object_store_memory=graph.object_store_bytes, **common)
     return startup.on(cluster_device(startup.settings))
 
 
