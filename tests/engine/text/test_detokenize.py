@@ -22,19 +22,21 @@ PIECES = st.lists(
     st.one_of(
         st.binary(min_size=0, max_size=4),
         st.text(max_size=3).map(lambda text: text.encode("utf-8", "replace")),
-        st.sampled_from([b"\xf0", b"\x9f", b"\x98\x80", b"\xef\xbf", b"\xbd", b"\xe2\x82", b"\xac", b"a"]),
+        st.sampled_from(
+            [b"\xf0", b"\x9f", b"\x98\x80", b"\xef\xbf", b"\xbd", b"\xe2\x82", b"\xac", b"a", b"\xed", b"\xa0"]
+        ),
     ),
     max_size=12,
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=300)
 @given(PIECES)
 def test_the_text_is_that_of_all_bytes(pieces: list[bytes]) -> None:
     assert decode(pieces)[0] == b"".join(pieces).decode("utf-8", "replace")
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=300)
 @given(PIECES)
 def test_offsets_count_the_characters_before(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
@@ -66,6 +68,7 @@ def _characters_before(data: bytes, at: int) -> int:
         ([b"\xef\xbf", b"\xbd", b"a"], [("", 0, False), ("\ufffd", 0, False), ("a", 1, True)]),
         ([b"\xe2", b"\xe2\x82\xac"], [("", 0, False), ("\ufffd€", 1, False)]),
         ([b"", b"a"], [("", 0, True), ("a", 0, True)]),
+        ([b"\xed", b"\xa0", b"\x80"], [("", 0, False), ("\ufffd\ufffd", 1, False), ("\ufffd", 2, True)]),
     ],
 )
 def test_spread_and_broken_characters(pieces: list[bytes], expected: list[tuple[str, int, bool]]) -> None:
