@@ -1,32 +1,34 @@
 """Guide: what a request's reasoning budget and output constraint demand of its next token.
 
 One guide a request that has either; it sees committed tokens only, so recomputation, a new group of ranks or a dropped
-row never confuse it. Owns the rules of when a close is forced and when the constraint binds; the syntax machine and
-the grammar matcher are others' (`engine.syntax`, `engine.grammar`).
+row never confuse it. Owns the rule of when a close is forced; the syntax machine and the constraint are others'
+(`engine.syntax`, `engine.constrained`).
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.syntax.piece import Segment, Syntax
 from engine.types.request import PreparedPrompt
 
 if TYPE_CHECKING:
+    from engine.constrained import StructuredSyntax
     from engine.prepared import PreparedModel
 
 
 class Matcher(Protocol):
-    """A grammar's state after the tokens it was advanced with."""
+    """A constraint's state after the output so far. It is told of every token that doesn't end the output, and knows
+    itself what of it the constraint governs (`engine.constrained`)."""
 
-    def mask(self) -> bytes:
-        """Allowed next tokens: uint32 words, little-endian, a set bit allows."""
+    def mask(self) -> bytes | None:
+        """Allowed next tokens: uint32 words, little-endian, a set bit allows. None: any."""
         ...
 
     def advance(self, token: int) -> bool:
-        """Takes a committed token. False: the grammar doesn't allow it."""
+        """Takes a committed token. False: the constraint doesn't allow it."""
         ...
 
     def allows(self, token: int) -> bool: ...
@@ -53,9 +55,9 @@ class Segments:
 
 
 class Guide:
-    """`syntax` is needed with a budget and for outputs that start in reasoning. `close`: the token that a budget
-    forces. `banned`: ids that may not come before `min_tokens` tokens; with a constraint the guide sees to it, since
-    only it knows when nothing else is allowed."""
+    """`budget`: reasoning tokens after which `close` is forced; needs `syntax` and `segments`. `banned`: ids that may
+    not come before `min_tokens` tokens; with a matcher the guide sees to it, since only the constraint knows when
+    nothing else is allowed."""
 
     def __init__(
         self,
@@ -71,7 +73,6 @@ class Guide:
     ) -> None:
         self.cut = False
         """The budget has forced the close."""
-        self._budget = budget if close is not None else None
         self._close = close
         self._syntax = syntax
         self._segments = segments
@@ -80,9 +81,7 @@ class Guide:
         self._min_tokens = min_tokens
         self._vocab_size = vocab_size
         self._count = 0
-        self._bound = syntax is None or not syntax.reasoning_open
-        if self._bound:
-            self._budget = None
+        self._budget = budget if close is not None and syntax is not None and syntax.reasoning_open else None
 
     def gated(self, index: int) -> bool:
         """Whether sampling output token `index` must wait for late inputs."""
@@ -91,36 +90,31 @@ class Guide:
     def forced(self) -> int | None:
         """The close token when the budget is used up, reasoning is unambiguously open and the constraint has no
         objection; the caller knows that there is room for one more token."""
-        syntax = self._syntax
-        if self._budget is None or self._count < self._budget or syntax is None or self._close is None:
+        syntax, close = self._syntax, self._close
+        if self._budget is None or self._count < self._budget or syntax is None or close is None:
             return None
         if not syntax.reasoning_open or syntax.tool_pending:
             return None
-        if self._matcher is not None and self._bound and not self._matcher.allows(self._close):
-            return None
-        return self._close
+        return close if self._matcher is None or self._matcher.allows(close) else None
 
     def mask(self) -> bytes | None:
         """Allowed ids of the next token, None when all are."""
-        early = self._matcher is not None and self._count < self._min_tokens
-        if self._matcher is None or not self._bound:
-            return self._without_banned(None) if early else None
+        if self._matcher is None:
+            return None
         mask = self._matcher.mask()
-        return self._without_banned(mask) if early else mask
+        return self._without_banned(mask) if self._count < self._min_tokens else mask
 
     def commit(self, token: int, *, forced: bool = False) -> None:
         """Takes a committed token that doesn't end the output. Raises GuideFailed."""
-        if self._matcher is not None and self._bound and not self._matcher.advance(token):
+        if self._matcher is not None and not self._matcher.advance(token):
             raise GuideFailed(f"the output constraint does not allow token {token}")
         self._count += 1
         if forced:
             self.cut = True
             self._budget = None
-        if self._syntax is not None and not self._bound:
-            assert self._segments is not None
+        if self._budget is not None and self._syntax is not None and self._segments is not None:
             self._syntax.feed(self._segments.next(token))
             if not self._syntax.reasoning_open:
-                self._bound = True
                 self._budget = None
 
     def _without_banned(self, mask: bytes | None) -> bytes:
@@ -145,36 +139,34 @@ def banned_ids(prompt: PreparedPrompt) -> tuple[int, ...]:
 
 def model_guides(model: PreparedModel) -> OpenGuide:
     """Guides with the model's own syntax machine and grammars."""
+    from engine.constrained import ConstrainedDecoding
     from engine.grammar import Grammars
     from engine.syntax import open_syntax
 
-    recipe, manifest = model.recipe, model.manifest
+    recipe, manifest, tokens = model.recipe, model.manifest, model.tokens
+    grammars = Grammars(model.tokenizer_json, manifest.vocab_size, manifest.eos_ids)
     close: int | None = None
     if recipe.reasoning is not None and recipe.reasoning.single_token_close:
         close = model.tokenizer.token_id(recipe.reasoning.close)
-    grammars: list[Grammars] = []
+
+    def machine(prompt: PreparedPrompt) -> Syntax | None:
+        if prompt.opening is None:
+            return None
+        structured = prompt.constraint is not None
+        return open_syntax(
+            recipe, tokens, opening=prompt.opening, tools_active=prompt.tools_active, structured=structured
+        )
 
     def open_guide(prompt: PreparedPrompt) -> Guide:
-        syntax: Syntax | None = None
-        if prompt.opening is not None:
-            syntax = open_syntax(
-                recipe,
-                model.tokens,
-                opening=prompt.opening,
-                tools=(),
-                tools_active=prompt.tools_active,
-                structured=prompt.constraint is not None,
-            )
         matcher: Matcher | None = None
         if prompt.constraint is not None:
-            if not grammars:
-                grammars.append(Grammars(model.tokenizer_json, manifest.vocab_size, manifest.eos_ids))
-            matcher = grammars[0].matcher(prompt.constraint)
+            structured = cast("StructuredSyntax | None", machine(prompt))
+            matcher = ConstrainedDecoding(grammars, prompt.constraint, structured, tokens, prompt.eos_ids)
         return Guide(
             budget=prompt.reasoning_budget,
             close=close,
-            syntax=syntax,
-            segments=Segments(model.tokens.bytes),
+            syntax=machine(prompt) if prompt.reasoning_budget is not None else None,
+            segments=Segments(tokens.bytes),
             matcher=matcher,
             banned=banned_ids(prompt),
             min_tokens=prompt.min_tokens,

@@ -51,7 +51,7 @@ class Alternating:
             return [EOS]
         return range(2 + len(self.taken) % 2, VOCAB, 2)
 
-    def mask(self) -> bytes:
+    def mask(self) -> bytes | None:
         return sum(1 << token for token in self.allowed()).to_bytes(4, "little")
 
     def advance(self, token: int) -> bool:
@@ -63,13 +63,32 @@ class Alternating:
         return token in self.allowed()
 
 
+class AfterReasoning(Alternating):
+    """Binds once CLOSE came."""
+
+    free = True
+
+    def mask(self) -> bytes | None:
+        return None if self.free else super().mask()
+
+    def advance(self, token: int) -> bool:
+        if self.free:
+            self.free = token != CLOSE
+            return True
+        return super().advance(token)
+
+    def allows(self, token: int) -> bool:
+        return self.free or super().allows(token)
+
+
 def open_guide(prompt: PreparedPrompt) -> Guide:
+    matcher = AfterReasoning() if prompt.opening == "reasoning" else Alternating()
     return Guide(
         budget=prompt.reasoning_budget,
         close=CLOSE,
         syntax=Reasoning(prompt.opening) if prompt.opening else None,
         segments=Segments(lambda token: bytes([97 + token % 26])),
-        matcher=Alternating() if prompt.constraint else None,
+        matcher=matcher if prompt.constraint else None,
         banned=banned_ids(prompt),
         min_tokens=prompt.min_tokens,
         vocab_size=VOCAB,
@@ -262,14 +281,7 @@ def test_min_tokens_give_way_only_to_the_constraint() -> None:
 
 
 def test_reasoning_under_a_constraint_keeps_min_tokens() -> None:
-    guide = Guide(
-        syntax=Reasoning("reasoning"),
-        segments=Segments(lambda token: b"x"),
-        matcher=Alternating(),
-        banned=[EOS],
-        min_tokens=1,
-        vocab_size=VOCAB,
-    )
+    guide = Guide(matcher=AfterReasoning(), banned=[EOS], min_tokens=1, vocab_size=VOCAB)
     assert guide.mask() == (0xFFFFFFFE).to_bytes(4, "little")
     guide.commit(4)
     assert guide.mask() is None, "reasoning is free"
@@ -322,7 +334,7 @@ def test_a_constraint_that_does_not_compile_fails_its_request_alone() -> None:
 
 def test_a_token_that_the_constraint_refuses_fails_the_request() -> None:
     class Deaf(Alternating):
-        def mask(self) -> bytes:
+        def mask(self) -> bytes | None:
             return b"\xff" * 4
 
     rig = Rig(open_guide=lambda prompt: Guide(matcher=Deaf(), vocab_size=VOCAB))
@@ -334,14 +346,18 @@ def test_a_token_that_the_constraint_refuses_fails_the_request() -> None:
 
 
 def test_a_close_that_the_constraint_refuses_is_not_forced() -> None:
-    class Syntax(Reasoning):
-        """Reasoning that stays open in the middle of a bound constraint."""
-
-    syntax = Syntax("content")
-    guide = Guide(budget=1, close=CLOSE, syntax=syntax, matcher=Alternating(), vocab_size=VOCAB)
+    guide = Guide(
+        budget=1,
+        close=CLOSE,
+        syntax=Reasoning("reasoning"),
+        segments=Segments(lambda token: b"x"),
+        matcher=Alternating(),
+        vocab_size=VOCAB,
+    )
     guide.commit(4)
-    syntax.reasoning_open = True
-    assert guide.forced() is None
+    assert guide.forced() == CLOSE
+    guide.commit(5)
+    assert guide.forced() is None, "an even token is due"
 
 
 def test_characters_spread_over_tokens_are_one_text() -> None:
