@@ -11,7 +11,7 @@ import torch
 
 from tests.support.inline_server import Site
 from tests.support.scripted import script, spelled, times, token, turn
-from tests.support.tiny_sources import tiny_source
+from tests.support.tiny_sources import log_softmax, tiny_source
 
 THINKING_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -58,17 +58,28 @@ def scripted_site(directory: Path, /, *, recipe: str = "qwen38", **settings: Any
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Any]]:
-    """A tiny random llama in whose head rows 40, 50 and 60 are equal and row 70 is infinitely unlikely; and
-    transformers' model of it."""
+    """A tiny random llama in whose head rows 40, 50 and 60 are equal; and transformers' model of it."""
 
     def edit(model: Any) -> None:
-        model.lm_head.weight[[50, 60]] = model.lm_head.weight[40].clone()
+        likely = int(model(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax())
+        model.lm_head.weight[[40, 50, 60]] = 0.9 * model.lm_head.weight[likely]
 
     directory = tmp_path_factory.mktemp("tiny")
     source, model = tiny_source(directory, edit)
     engine = {"dtype": "float32", "prefill_chunk": 16, "page_tokens": 16}
     with Site(source, cache=directory / "cache", engine=engine, logprobs={"prompt": True}) as site:
         yield site, model
+
+
+def prompt_before_equals(model: Any, below: int) -> tuple[list[int], int]:
+    """A prompt after which the tiny model ranks its equal ids at most `below`th, and their rank."""
+    for seed in range(200):
+        prompt = torch.randint(3, 700, (6,), generator=torch.Generator().manual_seed(seed)).tolist()
+        values = log_softmax(model, prompt)[-1]
+        rank = 1 + int((values > values[40]).sum())
+        if rank <= below:
+            return prompt, rank
+    raise AssertionError("the equal rows are never among the best")
 
 
 torch.set_num_threads(1)
