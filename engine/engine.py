@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 DEPTH = 2
 """Steps in flight."""
 
+INTERVAL = 0.2
+"""Seconds after which a cancel is heard while a step runs."""
+
 State = Literal["running", "rebuilding", "down", "closed"]
 Refusal = Literal["full", "paused", "down"]
 OnStep = Callable[[list[tuple[str, list[Update]]]], None]
@@ -290,11 +293,24 @@ class Engine:
             self._send_late()
 
     def _receive(self) -> None:
-        flight = self._scheduler.flights[0]
-        result = self._ranks.receive(self._pace.limit(flight.work))
+        """Commits the oldest step in flight. Serves the inbox while a long step runs."""
+        limit = self._pace.limit(self._scheduler.flights[0].work)
+        began = time.monotonic()
+        while True:
+            left = began + limit - time.monotonic()
+            try:
+                result = self._ranks.receive(max(min(left, INTERVAL), 0.0))
+                break
+            except TimeoutError:
+                if self._state == "closed":
+                    return
+                if left <= INTERVAL:
+                    raise TimeoutError(f"a step took longer than {limit:g} s") from None
+            self._take_inbox()
+            self._deliver()
         if result.failure:
             raise RankGroupFailed(result.failure)
-        self._scheduler.commit(result, time.time())
+        flight = self._scheduler.commit(result, time.time())
         self._send_late()
         self._progress = time.monotonic()
         self._pace.learn(flight.work, result.seconds, prefill=flight.prefill > flight.work / 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -33,7 +34,7 @@ def dying(*plans: dict[str, int]) -> Callable[[], FakeRanks]:
 @pytest.mark.parametrize("how", ["crash", "hang"])
 @pytest.mark.parametrize("step", range(1, 9))
 def test_every_stream_goes_on_after_the_ranks_are_lost(how: str, step: int) -> None:
-    rig = Rig(ranks=dying({how: step}))
+    rig = Rig(replace(SMALL, step_timeout=0.05), ranks=dying({how: step}))
     rig.submit("a", *PROMPTS)
     rig.run()
     rig.check("a", *PROMPTS)
@@ -198,6 +199,29 @@ def test_requests_are_taken_and_cancelled_while_ranks_are_rebuilt() -> None:
     rig.engine.close()
     rig.check("running", PROMPTS[0])
     rig.check("new", PROMPTS[2])
+
+
+def test_cancels_are_heard_while_a_step_hangs_and_closing_does_not_wait_for_it() -> None:
+    rig = Rig(ranks=dying({"hang": 3}))
+    begun, over = threading.Event(), threading.Event()
+
+    def sink(updates: list[Update]) -> None:
+        rig.news.setdefault("a", []).extend(updates)
+        begun.set()
+        if updates[-1].end:
+            over.set()
+
+    rig.engine.submit("a", PROMPTS[:1], sink)
+    rig.submit("b", PROMPTS[1])
+    rig.engine.start()
+    assert begun.wait(20)
+    rig.engine.cancel("a")
+    assert over.wait(20)
+    assert rig.end("a") == EngineEnd("cancelled")
+    assert rig.engine.health().state == "running"
+    rig.engine.close()
+    assert rig.end("b").kind == "unavailable"
+    assert rig.engine._live == 0 and rig.ranks.closed
 
 
 def test_closing_while_ranks_are_rebuilt() -> None:

@@ -64,7 +64,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     configs,
     arrivals,
@@ -143,7 +143,7 @@ def check_returned(engine: Engine) -> None:
     assert engine._live == 0 and not engine._ids
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(prompts(), st.integers(0, 16), st.integers(0, 16), configs)
 def test_a_resubmission_continues_from_any_token(
     prompt: PreparedPrompt, first: int, second: int, config: EngineConfig

@@ -16,7 +16,7 @@ from engine.config import EngineConfig, Manifest
 from engine.engine import Engine
 from engine.execution.rank import rank_main
 from engine.inline import GenerationFailed, Inline
-from engine.parallel.ranks import InlineRanks, RankGroup
+from engine.parallel.ranks import InlineRanks, RankGroup, RankGroupFailed
 from engine.parallel.step_link import LinkedRanks, SocketLink, StepListener, dial
 from engine.prepared import PreparedModel
 from engine.types.events import TokenRecord, Update
@@ -100,7 +100,7 @@ def test_a_lost_rank_and_a_resubmission_change_no_token(manifest: Manifest, alon
         def receive(self, timeout: float) -> Any:
             Dying.left -= 1
             if Dying.left == 0:
-                raise TimeoutError("no step result")
+                raise RankGroupFailed("killed")
             return super().receive(timeout)
 
     used = config()

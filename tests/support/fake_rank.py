@@ -8,6 +8,7 @@ preemption changes the tokens. `alone` says what a request must give whatever ha
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -167,9 +168,10 @@ class FakeRanks:
         self._late[late.number] = late
 
     def receive(self, timeout: float) -> StepResult:
-        step = self._waiting.pop(0)
-        if step.number == self._hang_at:
+        if self._waiting[0].number == self._hang_at:
+            time.sleep(timeout)
             raise TimeoutError("no step result")
+        step = self._waiting.pop(0)
         result = self.rank.run(step, lambda: self._late[step.number])
         self.events.append(("receive", step.number))
         return result

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.parallel.ranks import RankGroupFailed
 from engine.scheduler.request import Group, Request
 from engine.scheduler.scheduler import LOOKAHEAD, PREFILLING, STRIKES, Scheduler
 from engine.scheduler.step import SampledRow, Step, StepResult
@@ -247,7 +248,7 @@ def test_a_request_that_kills_ranks_is_given_up_and_others_go_on() -> None:
 
         def run(self, step: Step, late: object) -> StepResult:
             if any(31 in np.frombuffer(row.tokens, "<i4") for row in step.rows):
-                raise TimeoutError("hung")
+                raise RankGroupFailed("hung")
             return super().run(step, late)  # type: ignore[arg-type]
 
     rig = Rig(ranks=lambda: FakeRanks(Touchy(64, 4)))
