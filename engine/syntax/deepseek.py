@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from engine.syntax.arguments import MAX_ARGUMENT_BYTES, Malformed, bounded
 from engine.syntax.machine import Phase
+from engine.syntax.patterns import Name, Pattern, Space, lit
 from engine.syntax.piece import CallCompleted, CallStarted, Piece, Segment, SyntaxEvent, SyntaxFailure
 from engine.types.conversation import ToolDefinition
 from engine.types.events import Region
@@ -22,6 +23,18 @@ from engine.types.events import Region
 EXTRA_MISSING: Final = "DeepSeek models need the optional package deepseek-recipe: install flare-serve[deepseek]"
 CLOSE: Final = "</think>"
 MARK: Final = "<｜DSML｜"
+OPENERS: Final = tuple(
+    Pattern(
+        (
+            lit(f"<｜DSML｜{space}{outer}>"),
+            Space(),
+            lit(f'<｜DSML｜{space}invoke name="'),
+            Name('"', barred="<>\n"),
+        )
+    )
+    for space, outer in (("", "tool_calls"), (" ", "calls"))
+)
+"""How the calls of V4 and V4.1 begin."""
 _DROPPED: Final = re.compile(r"\n+|</?think>")
 _PARTIAL: Final = tuple(CLOSE[:n] for n in range(1, len(CLOSE))) + tuple(MARK[:n] for n in range(1, len(MARK)))
 _STRUCTURE: Final = re.compile(r'\\.|["\\{}\[\]]', re.DOTALL)
@@ -57,11 +70,11 @@ class DeepSeekSyntax:
 
     @property
     def reasoning_open(self) -> bool:
-        return not self._closed and not self._over and not self._pending.rstrip("\n").endswith(_PARTIAL)
+        return not self._closed and not self._over
 
     @property
     def tool_pending(self) -> bool:
-        if self._over or not self._tools_active:
+        if self._over:
             return False
         return self._call is not None or MARK in self._pending or self._pending.endswith(_PARTIAL)
 
@@ -71,15 +84,23 @@ class DeepSeekSyntax:
             return "free"
         if self._over == "verbatim":
             return "answer"
-        return "free" if self._calls or MARK in self._pending else "start"
+        return "free" if self._calls else "start"
 
     @property
     def due(self) -> bool:
         return True
 
     @property
-    def openers(self) -> tuple[str, ...]:
-        return (MARK,) if self._tools_active else ()
+    def openers(self) -> tuple[Pattern, ...]:
+        return OPENERS if self._tools_active else ()
+
+    @property
+    def attempt(self) -> int:
+        return int(self._closed)
+
+    @property
+    def called(self) -> bool:
+        return self._calls > 0 and self._call is None
 
     @property
     def held(self) -> str:

@@ -21,7 +21,7 @@ _MAX_DEPTH: Final = 200
 
 def layout(setup: Setup) -> Layout:
     form = CallForm(CLOSE, parse_call, after="after_call", header=HEADER, quotes=(QUOTE, QUOTE))
-    return standard(setup, (Rule(Pattern((lit(OPEN),)), call=form, region="tool", tool=True),), openers=(OPEN,))
+    return standard(setup, (Rule(Pattern((lit(OPEN),)), call=form, region="tool", tool=True),))
 
 
 def parse_call(text: str, schemas: Schemas) -> tuple[str, str]:

@@ -26,7 +26,7 @@ def layout(setup: Setup) -> Layout:
     form = CallForm(
         "</tool_call>", parse_call, after="after_call", quotes=("<arg_value>", "</arg_value>"), tolerant=True
     )
-    return standard(setup, (Rule(OPENER, call=form, region="tool", tool=True),), openers=("<tool_call>",))
+    return standard(setup, (Rule(OPENER, call=form, region="tool", tool=True),))
 
 
 def parse_call(text: str, schemas: Schemas) -> tuple[str, str]:

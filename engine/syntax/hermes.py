@@ -15,7 +15,7 @@ OPENER: Final = Pattern((lit(OPEN), Space(), lit("{")), ahead=1)
 
 def layout(setup: Setup) -> Layout:
     form = CallForm(CLOSE, parse_call, after="after_call", quotes=('"', '"'), escapes=True)
-    return standard(setup, (Rule(OPENER, call=form, region="tool", tool=True),), openers=(OPEN,))
+    return standard(setup, (Rule(OPENER, call=form, region="tool", tool=True),))
 
 
 def parse_call(text: str, _schemas: Schemas) -> tuple[str, str]:

@@ -114,21 +114,23 @@ class Machine:
         self._undecided: Verdict | None = None
         self._undecided_tool = False
         self._finished = False
+        self._attempt = 0
+        self._completed = False
         self._enter(layout.start)
 
     @property
     def reasoning_open(self) -> bool:
-        return self._state.reasoning and self._call is None and self._undecided is None
+        return self._state.reasoning and self._call is None
 
     @property
     def tool_pending(self) -> bool:
-        return self._call is not None or self._state.tool or self._undecided_tool
+        return self._call is not None or self._state.tool or self._undecided is not None
 
     @property
     def phase(self) -> Phase:
         """What a constraint on the answer has to do with the next token: nothing ("free"), it is the answer's, or an
         answer or one of `openers` may start ("start", also while what was started is undecided)."""
-        if self._call is not None or self._undecided is Verdict.OPENED:
+        if self._call is not None:
             return "free"
         if self._name == "verbatim":
             return "answer"
@@ -140,9 +142,19 @@ class Machine:
         return self._state.due
 
     @property
-    def openers(self) -> tuple[str, ...]:
-        """In phase "start": the texts with which a call, reasoning or markup before the answer may start."""
+    def openers(self) -> tuple[Pattern, ...]:
+        """In phase "start": with what a call, reasoning or markup before the answer may start."""
         return self._state.openers
+
+    @property
+    def attempt(self) -> int:
+        """Counts how often phase "start" began."""
+        return self._attempt
+
+    @property
+    def called(self) -> bool:
+        """The last call is complete and nothing else has begun, so that the output may end."""
+        return self._name in ("after_call", "between", "called") and self._completed
 
     @property
     def held(self) -> str:
@@ -191,6 +203,7 @@ class Machine:
         self._name = name
         self._state = self._states[name]
         self._looks = self._state.looks
+        self._attempt += bool(self._state.due or self._state.openers)
 
     def _run(self, *, final: bool) -> None:
         """Consumes what can be decided of the buffer."""
@@ -349,6 +362,7 @@ class Machine:
             self._events.append(CallStarted(name))
         self._events.append(CallCompleted(name, arguments))
         self._call = None
+        self._completed = True
         self._enter(call.form.after)
 
     def _fail(self, message: str) -> None:

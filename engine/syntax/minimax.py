@@ -33,7 +33,7 @@ def layout(setup: Setup) -> Layout:
         tool=True,
     )
     opener = Rule(Pattern((lit(OPEN),)), "envelope", region="tool", tool=True)
-    return standard(setup, (opener,), extra={"envelope": envelope}, openers=(OPEN,))
+    return standard(setup, (opener,), extra={"envelope": envelope})
 
 
 @dataclass(slots=True)

@@ -32,14 +32,15 @@ def layout(setup: Setup) -> Layout:
     ends = (*(literal(end, "between") for end in ENDS), literal(START, "header"))
     form = CallForm(INVOKE_END, parse_call, after="calls", spell=single)
     invoke = Rule(INVOKE, call=form, region="tool", tool=True)
+    recipients = (Pattern((lit(" to=", "to="), Name(MESSAGE, barred="\n\r"))),)
     headers = (
-        Rule(Pattern((lit(" to=", "to="), Name(MESSAGE, barred="\n\r"))), route=route, trim=False),
+        *(Rule(pattern, route=route, trim=False) for pattern in recipients),
         literal(MESSAGE, "reasoning"),
     )
     plain = "reasoning" if setup.structured else "content"
     states = {
         "header": State(
-            "control", headers, otherwise=plain, lead="keep", openers=(" to=",) if setup.structured else ()
+            "control", headers, otherwise=plain, lead="keep", openers=recipients if setup.structured else ()
         ),
         "reasoning": State("reasoning", ends, reasoning=True),
         "content": State("text", ends),
@@ -48,7 +49,7 @@ def layout(setup: Setup) -> Layout:
             "control",
             (*(literal(end, "between") for end in ENDS), literal(START, "header"), *headers),
             otherwise=plain,
-            openers=(START,) if setup.structured else (),
+            openers=(Pattern((lit(START),)),) if setup.structured else (),
         ),
         "answer": State("text", (), otherwise="verbatim", lead="keep", due=True),
         "verbatim": State("text"),

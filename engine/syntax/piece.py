@@ -34,6 +34,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
+    """A call has begun and its name is known. It may stay unfinished: then no CallCompleted follows."""
+
     name: str
 
 
@@ -60,12 +62,12 @@ class Syntax(Protocol):
 
     @property
     def reasoning_open(self) -> bool:
-        """Reasoning is unambiguously open after what was fed."""
+        """Reasoning is open after what was fed; unambiguously so unless `tool_pending`."""
         ...
 
     @property
     def tool_pending(self) -> bool:
-        """A tool envelope is open or a possible opener is still undecided."""
+        """A tool envelope is open, or a possible delimiter is still undecided."""
         ...
 
     def feed(self, segment: Segment) -> list[SyntaxEvent]: ...

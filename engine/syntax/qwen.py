@@ -32,13 +32,7 @@ def layout(setup: Setup) -> Layout:
     outer = Rule(OUTER, call=form, region="tool", tool=True)
     bare = Rule(BARE, call=form, region="tool", tool=True)
     closing = literal("</tool_call>", "after_call", region="tool")
-    return standard(
-        setup,
-        (outer, bare),
-        reasoning_calls=(outer,),
-        after_call=(closing,),
-        openers=("<tool_call>", "<function="),
-    )
+    return standard(setup, (outer, bare), reasoning_calls=(outer,), after_call=(closing,))
 
 
 def parse_call(text: str, schemas: Schemas, *, verbatim: bool) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Final, Literal
 
 from engine.syntax.arguments import Schemas
-from engine.syntax.patterns import Pattern, lit
+from engine.syntax.patterns import Pattern, Space, lit
 from engine.types.events import Region
 
 OPEN_TOKEN: Final = "\ud901"
@@ -67,10 +67,9 @@ Lead = Literal["keep", "drop", "join"]
 class State:
     """Text that no rule matches gets `region`. `otherwise`: rules are tried only at the start, after `skip`; any
     other text leads there, taking the skipped text along or not (`lead`: "keep", also at the end of the output, "join",
-    only in front of text, or "drop"). `strict`: text other than
-    whitespace is an error. `reasoning`/`tool`: what the machine reports while in it. `due`: a constrained answer may
-    begin here; `openers`: spelled-out texts with which something else may begin where an answer is expected, a call,
-    reasoning or markup before the answer."""
+    only in front of text, or "drop"). `strict`: text other than whitespace is an error. `reasoning`/`tool`: what the
+    machine reports while in it. `due`: a constrained answer may begin here; `openers`: with what something else may
+    begin where an answer is expected, a call, reasoning or markup before the answer."""
 
     region: Region = "text"
     rules: tuple[Rule, ...] = ()
@@ -81,7 +80,7 @@ class State:
     reasoning: bool = False
     tool: bool = False
     due: bool = False
-    openers: tuple[str, ...] = ()
+    openers: tuple[Pattern, ...] = ()
 
     @cached_property
     def firsts(self) -> frozenset[str]:
@@ -130,6 +129,11 @@ class Layout:
     start: str
 
 
+def behind_space(pattern: Pattern) -> Pattern:
+    """`pattern`, perhaps after whitespace."""
+    return Pattern((Space(), *pattern.elements), pattern.ahead)
+
+
 def literal(text: str, target: str, *, region: Region = "control", trim: bool = True) -> Rule:
     """A rule for one literal."""
     return Rule(Pattern((lit(text),)), target, region, trim=trim)
@@ -142,16 +146,16 @@ def standard(
     reasoning_calls: Sequence[Rule] | None = None,
     after_call: Sequence[Rule] = (),
     extra: Mapping[str, State] | None = None,
-    openers: tuple[str, ...] = (),
 ) -> Layout:
     """The layout of families whose output is reasoning, then an answer with calls in it.
 
     `calls` open calls in the answer, `reasoning_calls` (default: the same) end reasoning as well. `after_call`:
-    markup that may follow a call. `openers`: how a call may begin (State.openers).
+    markup that may follow a call.
     """
     calls = tuple(calls) if setup.tools else ()
     in_reasoning = calls if reasoning_calls is None else tuple(reasoning_calls) if setup.tools else ()
-    openers = (*(openers if setup.tools else ()), *((setup.open_text,) if setup.open_text else ()))
+    thought = (Pattern((lit(setup.open_text),)),) if setup.open_text else ()
+    openers = (*(rule.pattern for rule in calls), *thought)
     opens = (literal(setup.open, "reasoning_start"),) if setup.open else ()
     closes = (literal(setup.close, "answer" if setup.structured else "content_start"),) if setup.close else ()
     strays = (literal(setup.close, "content"),) if setup.close else ()
@@ -171,7 +175,7 @@ def standard(
             skip=WHITESPACE,
             lead="join",
             due=setup.structured,
-            openers=(*openers, *(option for rule in after_call for option in rule.pattern.first)),
+            openers=tuple(behind_space(pattern) for pattern in (*openers, *(rule.pattern for rule in after_call))),
         ),
         **(extra or {}),
     }

@@ -1,0 +1,254 @@
+"""ConstrainedDecoding: when an output constraint binds, and what may be generated instead of the answer.
+
+The constraint is the answer's alone. Reasoning is free; where the answer is due, a call, reasoning or a family's own
+markup may begin as well; a call is free once it has begun; after a complete call the output may end. What state the
+output is in is asked of the syntax machine, so that engine and ingress can't disagree.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, Literal, Protocol
+
+from engine.grammar import GrammarMatcher, Grammars
+from engine.syntax.patterns import Element, Lit, Name, Pattern, Skip, Space, Word
+from engine.syntax.piece import Piece, Segment, Syntax
+from engine.types.constraint import Constraint
+
+_MAX_NAME: Final = 128
+"""Characters of a name that is generated under a mask."""
+
+
+class StructuredSyntax(Syntax, Protocol):
+    """What the constraint asks of a machine opened with `structured`; see engine.syntax.machine.Machine."""
+
+    @property
+    def phase(self) -> Literal["free", "start", "answer"]: ...
+
+    @property
+    def due(self) -> bool: ...
+
+    @property
+    def openers(self) -> tuple[Pattern, ...]: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def called(self) -> bool: ...
+
+    @property
+    def held(self) -> str: ...
+
+
+class TokensPort(Protocol):
+    """What the constraint asks of a token table."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def bytes(self, token: int, /) -> bytes: ...
+
+    def text(self, token: int, /) -> str: ...
+
+    def is_special(self, token: int, /) -> bool: ...
+
+
+class ConstrainedDecoding:
+    """engine.grammar.Matcher over the whole output of one choice: it is advanced with every token that doesn't end the
+    output, reasoning included. `mask()` is None while any token will do."""
+
+    def __init__(
+        self,
+        grammars: Grammars,
+        constraint: Constraint,
+        syntax: StructuredSyntax | None,
+        tokens: TokensPort,
+        eos_ids: Sequence[int],
+    ) -> None:
+        """`syntax`: a machine of this choice, opened with `structured`, that nobody else feeds; None for raw prompts,
+        where all output is the answer. `eos_ids`: every id that ends this output.
+
+        Raises RequestError when the constraint can't be compiled.
+        """
+        self._grammars = grammars
+        self._constraint = constraint
+        self._syntax = syntax
+        self._tokens = tokens
+        self._eos = tuple(eos_ids)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._count = 0
+        self._attempt = 0
+        self._opener: GrammarMatcher | None = None
+        self._answer: GrammarMatcher | None = grammars.matcher(constraint)
+        if syntax is not None:
+            self._begin(syntax)
+
+    @property
+    def finished(self) -> bool:
+        """The answer is complete and nothing but the end can follow."""
+        return self._answer is not None and self._answer.finished
+
+    def mask(self) -> bytes | None:
+        syntax = self._syntax
+        if syntax is not None and syntax.phase == "free":
+            return None
+        masks: list[bytes] = []
+        if self._answer is not None:
+            masks.append(self._answer.mask())
+            if self._answer.accepting:
+                masks.append(self._ends())
+        if self._opener is not None:
+            masks.append(_without(self._opener.mask(), self._grammars.eos_ids))
+        if syntax is not None and syntax.phase == "start" and syntax.called and not syntax.held.strip():
+            masks.append(self._ends())
+        return _joined(masks, self._grammars.vocab_size)
+
+    def allows(self, token: int) -> bool:
+        mask = self.mask()
+        return mask is None or (0 <= token < 8 * len(mask) and bool(mask[token // 8] >> (token % 8) & 1))
+
+    def advance(self, token: int) -> bool:
+        """Takes a committed token. False: the constraint doesn't allow it, or no token can follow."""
+        syntax = self._syntax
+        if syntax is None:
+            return self._answer is not None and self._answer.advance(token)
+        events = syntax.feed(self._segment(token))
+        if syntax.phase == "free":
+            self._answer = self._opener = None
+            return True
+        if syntax.attempt == self._attempt:
+            self._answer = _advanced(self._answer, token)
+            self._opener = _advanced(self._opener, token) if syntax.phase == "start" else None
+        else:
+            self._begin(syntax)
+            text = "".join(event.text for event in events if isinstance(event, Piece) and event.region == "text")
+            self._catch_up(text + syntax.held)
+        if syntax.phase == "answer":
+            self._opener = None
+            return self._answer is not None
+        return self._answer is not None or self._opener is not None
+
+    def _begin(self, syntax: StructuredSyntax) -> None:
+        """An answer, or what may stand instead of it, may start with the next token."""
+        self._attempt = syntax.attempt
+        self._answer = self._opener = None
+        if syntax.phase == "free":
+            return
+        if syntax.due:
+            self._answer = self._grammars.matcher(self._constraint)
+        if syntax.openers:
+            self._opener = self._grammars.lark(_lark(syntax.openers, _control_ids(self._tokens)))
+
+    def _catch_up(self, text: str) -> None:
+        """Text behind the delimiter, in the delimiter's own token, belongs to what begins."""
+        if not text:
+            return
+        tokens = self._grammars.encode(text)
+        if self._answer is not None and not self._answer.advance_all(tokens):
+            self._answer = None
+        if self._opener is not None and not self._opener.advance_all(tokens):
+            self._opener = None
+
+    def _segment(self, token: int) -> Segment:
+        begun = bool(self._decoder.getstate()[0])
+        text = self._decoder.decode(self._tokens.bytes(token))
+        whole = not begun and not self._decoder.getstate()[0]
+        self._count += 1
+        return Segment(self._count - 1, token if whole else None, text)
+
+    def _ends(self) -> bytes:
+        """The mask of the ids that end the output."""
+        return _with((), self._eos, self._grammars.vocab_size)
+
+
+def _advanced(matcher: GrammarMatcher | None, token: int) -> GrammarMatcher | None:
+    return matcher if matcher is not None and matcher.advance(token) else None
+
+
+def _joined(masks: Sequence[bytes], vocab_size: int) -> bytes:
+    if len(masks) == 1:
+        return masks[0]
+    joined = 0
+    for mask in masks:
+        joined |= int.from_bytes(mask, "little")
+    return joined.to_bytes(-(-vocab_size // 32) * 4, "little")
+
+
+def _with(mask: Sequence[int], ids: Sequence[int], vocab_size: int) -> bytes:
+    bits = bytearray(mask) or bytearray(-(-vocab_size // 32) * 4)
+    for token in ids:
+        if token < vocab_size:
+            bits[token // 8] |= 1 << (token % 8)
+    return bytes(bits)
+
+
+def _without(mask: bytes, ids: Sequence[int]) -> bytes:
+    bits = bytearray(mask)
+    for token in ids:
+        if token // 8 < len(bits):
+            bits[token // 8] &= ~(1 << (token % 8)) & 0xFF
+    return bytes(bits)
+
+
+_CONTROLS: Final[dict[int, tuple[TokensPort, tuple[tuple[str, int], ...]]]] = {}
+
+
+def _control_ids(tokens: TokensPort) -> tuple[tuple[str, int], ...]:
+    """Spellings and ids of special tokens, longest first. Remembered for the last few tables."""
+    if id(tokens) not in _CONTROLS:
+        if len(_CONTROLS) >= 16:
+            _CONTROLS.clear()
+        found = [(tokens.text(token), token) for token in range(tokens.vocab_size) if tokens.is_special(token)]
+        _CONTROLS[id(tokens)] = (tokens, tuple(sorted(found, key=lambda entry: -len(entry[0]))))
+    return _CONTROLS[id(tokens)][1]
+
+
+@lru_cache(maxsize=256)
+def _lark(patterns: tuple[Pattern, ...], controls: tuple[tuple[str, int], ...]) -> str:
+    """A Lark grammar of texts that match one of `patterns`, special tokens as such."""
+    options = [" ".join(_terms(element, controls) for element in pattern.elements) for pattern in patterns]
+    return "start: " + "\n     | ".join(options) + "\n"
+
+
+def _terms(element: Element, controls: tuple[tuple[str, int], ...]) -> str:
+    match element:
+        case Lit(options):
+            return "(" + " | ".join(_literal(option, controls) for option in options) + ")"
+        case Space(lines):
+            return r"/[\r\n]{0,2}/" if lines else r"/[ \r\n\t]{0,8}/"
+        case Word(barred):
+            return f"/[^\\s{_class(barred)}]{{1,{_MAX_NAME}}}/"
+        case Name(stop, barred):
+            return f"/[^{_class(barred + stop[0])}]{{1,{_MAX_NAME}}}/ {_literal(stop, controls)}"
+        case Skip(stop):
+            return f"/[^\\n{_class(stop[0])}]{{0,{_MAX_NAME}}}/ {_literal(stop, controls)}"
+
+
+def _literal(text: str, controls: tuple[tuple[str, int], ...]) -> str:
+    """`text` as Lark terms: special tokens by id, the rest quoted."""
+    terms: list[str] = []
+    plain = ""
+    at = 0
+    while at < len(text):
+        control = next(((word, token) for word, token in controls if text.startswith(word, at)), None)
+        if control is None:
+            plain += text[at]
+            at += 1
+            continue
+        if plain:
+            terms.append(json.dumps(plain, ensure_ascii=False))
+            plain = ""
+        terms.append(f"<[{control[1]}]>")
+        at += len(control[0])
+    if plain or not terms:
+        terms.append(json.dumps(plain, ensure_ascii=False))
+    return " ".join(terms)
+
+
+def _class(chars: str) -> str:
+    """`chars` for the inside of a regular expression's character class."""
+    return "".join(f"\\x{{{ord(char):X}}}" for char in dict.fromkeys(chars))
