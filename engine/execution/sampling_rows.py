@@ -51,7 +51,7 @@ class SamplingRows:
     `temperature`, `top_p`, `min_p` [rows] float32; `top_k` [rows] int64, as many as the vocabulary when disabled;
     `seed` (the unsigned 64-bit number's bit pattern) and `position` (absolute, of the token to sample) [rows] int64.
     `filtered` and `plain` split the row numbers by whether a filter is on, known without asking the device; `split`
-    holds both on the device when neither is empty.
+    holds both on the device when neither is empty. `any_top_k`, `any_top_p`: some row may have that filter.
     """
 
     temperature: Tensor
@@ -63,6 +63,8 @@ class SamplingRows:
     filtered: tuple[int, ...] = ()
     plain: tuple[int, ...] = ()
     split: tuple[Tensor, Tensor] | None = None
+    any_top_k: bool = True
+    any_top_p: bool = True
     penalties: Penalties | None = None
     bans: Bans | None = None
 
@@ -93,6 +95,8 @@ class Part:
             self.rows.min_p[index],
             self.rows.seed[index],
             self.rows.position[index],
+            any_top_k=self.rows.any_top_k,
+            any_top_p=self.rows.any_top_p,
         )
         return Part(self.logits[index], self.maxima[index], self.peak[index], rows, self.keys[index])
 

@@ -1,6 +1,6 @@
 """The accelerator's way to sample: no wait for the host, so no shape that depends on data.
 
-Filters become thresholds found by halving on the bits of a value, on all rows at once. Selects what `candidates`
+Filters become thresholds, found in a value's bits by histograms, on all rows at once. Selects what `candidates`
 selects, with the same noise.
 """
 
@@ -23,33 +23,46 @@ def plain(part: Part) -> Tensor:
 
 
 def by_threshold(part: Part) -> Tensor:
-    """Ids of filtered rows by halving on the bits of the gap, 31 times for each filter, on all rows at once."""
+    """Ids [rows] of filtered rows, all at once."""
     gaps = part.gaps(part.logits)
     weights = gaps.neg().exp_()
-    bits = gaps.view(torch.int32)  # gaps aren't negative, so their bits order them
-    width = gaps.shape[1]
-    limit = part.rows.top_k.double()
-    alive = _cut(bits, torch.ones_like(weights), limit)
-    limited = part.rows.top_k < width
-    whole = torch.where(alive | ~limited[:, None], weights, 0.0).sum(1, dtype=torch.float64)
-    target = torch.where(part.rows.top_p < 1, part.rows.top_p.double() * whole, math.inf)
-    nucleus = _cut(bits, torch.where(alive, weights, 0.0), target)
-    stays = alive & nucleus & (weights >= part.rows.min_p[:, None])
-    ids = torch.arange(width, device=gaps.device)
+    bits = (gaps + 0.0).view(torch.int32)  # gaps aren't negative (nor zeros, now), so their bits order them
+    stays = torch.ones_like(weights, dtype=torch.bool)
+    if part.rows.any_top_k:
+        stays = _cut(bits, torch.ones_like(weights), part.rows.top_k.double())
+    if part.rows.any_top_p:
+        left = torch.where(stays, weights, 0.0)  # top-p is of the mass that top-k left
+        target = part.rows.top_p.double() * left.sum(1, dtype=torch.float64)
+        stays &= _cut(bits, left, torch.where(part.rows.top_p < 1, target, math.inf))
+    stays &= weights >= part.rows.min_p[:, None]
+    ids = torch.arange(gaps.shape[1], device=gaps.device)
     scores = torch.where(stays, weights, 0.0).double().div_(exponential_noise(part.keys[:, None], ids))
     return scores.argmax(1)
 
 
+_DIGITS = ((20, 11), (10, 10), (0, 10))
+"""(shift, width) of the three digits of a gap's 31 bits."""
+
+
 def _cut(bits: Tensor, measure: Tensor, target: Tensor) -> Tensor:
-    """The first ids [rows, vocab], by (bits, id), whose measure before them is below `target` [rows]."""
-    low = torch.zeros(len(bits), dtype=torch.int32, device=bits.device)
-    high = torch.full_like(low, 0x7F800000)
-    for _ in range(31):  # least value whose measure up to and including it reaches the target
-        middle = low + ((high - low) >> 1)
-        reached = torch.where(bits <= middle[:, None], measure, 0.0).sum(1, dtype=torch.float64) >= target
-        low, high = torch.where(reached, low, middle + 1), torch.where(reached, middle, high)
-    before = torch.where(bits < high[:, None], measure, 0.0).sum(1, dtype=torch.float64)
-    level = bits == high[:, None]
+    """The first ids [rows, vocab], by (bits, id), whose `measure` before them is below `target` [rows].
+
+    Finds digit by digit the least value whose measure, up to and including it, reaches the target; sums are float64,
+    so that the order in which an accelerator adds hardly matters.
+    """
+    found = torch.zeros_like(target, dtype=torch.int32)
+    before = torch.zeros_like(target)
+    amounts = measure.double()
+    for shift, width in _DIGITS:
+        inside = (bits >> (shift + width)) == found[:, None]
+        digit = ((bits >> shift) & ((1 << width) - 1)).long()
+        mass = torch.zeros(len(bits), 1 << width, dtype=torch.float64, device=bits.device)
+        mass.scatter_add_(1, digit, torch.where(inside, amounts, 0.0))
+        running = mass.cumsum(1) + before[:, None]
+        place = (running < target[:, None]).sum(1, keepdim=True).clamp_max((1 << width) - 1)
+        before = (running.gather(1, place) - mass.gather(1, place))[:, 0]
+        found = (found << width) | place[:, 0].int()
+    level = bits == found[:, None]
     single = torch.where(level, measure, 0.0).amax(1).double()
     room = ((target - before) / single).ceil().clamp_min(1)  # how many equals still fit
-    return (bits < high[:, None]) | (level & (level.cumsum(1) <= room[:, None]))
+    return (bits < found[:, None]) | (level & (level.cumsum(1) <= room[:, None]))
