@@ -10,11 +10,12 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, Protocol
 
 from engine.grammar import GrammarMatcher, Grammars
-from engine.syntax.patterns import Element, Lit, Name, Pattern, Skip, Space, Word
+from engine.syntax.patterns import Element, Lit, Name, Pattern, Skip, Space, Token, Word
 from engine.syntax.piece import Piece, Segment, Syntax
 from engine.types.constraint import Constraint
 
@@ -55,6 +56,8 @@ class TokensPort(Protocol):
     def text(self, token: int, /) -> str: ...
 
     def is_special(self, token: int, /) -> bool: ...
+
+    def is_control(self, token: int, /) -> bool: ...
 
 
 class ConstrainedDecoding:
@@ -141,7 +144,7 @@ class ConstrainedDecoding:
         if syntax.due:
             self._answer = self._grammars.matcher(self._constraint)
         if syntax.openers:
-            self._opener = self._grammars.lark(_lark(syntax.openers, _control_ids(self._tokens)))
+            self._opener = self._grammars.lark(_lark(syntax.openers, _controls(self._tokens)))
 
     def _catch_up(self, text: str) -> None:
         """Text behind the delimiter, in the delimiter's own token, belongs to what begins."""
@@ -194,28 +197,44 @@ def _without(mask: bytes, ids: Sequence[int]) -> bytes:
     return bytes(bits)
 
 
-_CONTROLS: Final[dict[int, tuple[TokensPort, tuple[tuple[str, int], ...]]]] = {}
+@dataclass(frozen=True, slots=True)
+class _Control:
+    """A control token. A special one can be written by its id only, any other one by its letters too."""
+
+    text: str
+    id: int
+    special: bool
 
 
-def _control_ids(tokens: TokensPort) -> tuple[tuple[str, int], ...]:
-    """Spellings and ids of special tokens, longest first. Remembered for the last few tables."""
-    if id(tokens) not in _CONTROLS:
-        if len(_CONTROLS) >= 16:
-            _CONTROLS.clear()
-        found = [(tokens.text(token), token) for token in range(tokens.vocab_size) if tokens.is_special(token)]
-        _CONTROLS[id(tokens)] = (tokens, tuple(sorted(found, key=lambda entry: -len(entry[0]))))
-    return _CONTROLS[id(tokens)][1]
+_Controls = tuple[_Control, ...]
+_KNOWN: Final[dict[int, tuple[TokensPort, _Controls]]] = {}
+
+
+def _controls(tokens: TokensPort) -> _Controls:
+    """The table's control tokens, longest first. Remembered for the last few tables."""
+    if id(tokens) not in _KNOWN:
+        if len(_KNOWN) >= 16:
+            _KNOWN.clear()
+        found = [
+            _Control(tokens.text(token), token, tokens.is_special(token))
+            for token in range(tokens.vocab_size)
+            if tokens.is_control(token)
+        ]
+        _KNOWN[id(tokens)] = (tokens, tuple(sorted(found, key=lambda control: -len(control.text))))
+    return _KNOWN[id(tokens)][1]
 
 
 @lru_cache(maxsize=256)
-def _lark(patterns: tuple[Pattern, ...], controls: tuple[tuple[str, int], ...]) -> str:
-    """A Lark grammar of texts that match one of `patterns`, special tokens as such."""
+def _lark(patterns: tuple[Pattern, ...], controls: _Controls) -> str:
+    """A Lark grammar of outputs that match one of `patterns`."""
     options = [" ".join(_terms(element, controls) for element in pattern.elements) for pattern in patterns]
     return "start: " + "\n     | ".join(options) + "\n"
 
 
-def _terms(element: Element, controls: tuple[tuple[str, int], ...]) -> str:
+def _terms(element: Element, controls: _Controls) -> str:
     match element:
+        case Token(text):
+            return " | ".join(f"<[{control.id}]>" for control in controls if control.text == text)
         case Lit(options):
             return "(" + " | ".join(_literal(option, controls) for option in options) + ")"
         case Space(lines):
@@ -228,13 +247,13 @@ def _terms(element: Element, controls: tuple[tuple[str, int], ...]) -> str:
             return f"/[^\\n{_class(stop[0])}]{{0,{_MAX_NAME}}}/ {_literal(stop, controls)}"
 
 
-def _literal(text: str, controls: tuple[tuple[str, int], ...]) -> str:
+def _literal(text: str, controls: _Controls) -> str:
     """`text` as Lark terms: special tokens by id, the rest quoted."""
     terms: list[str] = []
     plain = ""
     at = 0
     while at < len(text):
-        control = next(((word, token) for word, token in controls if text.startswith(word, at)), None)
+        control = next((each for each in controls if each.special and text.startswith(each.text, at)), None)
         if control is None:
             plain += text[at]
             at += 1
@@ -242,8 +261,8 @@ def _literal(text: str, controls: tuple[tuple[str, int], ...]) -> str:
         if plain:
             terms.append(json.dumps(plain, ensure_ascii=False))
             plain = ""
-        terms.append(f"<[{control[1]}]>")
-        at += len(control[0])
+        terms.append(f"<[{control.id}]>")
+        at += len(control.text)
     if plain or not terms:
         terms.append(json.dumps(plain, ensure_ascii=False))
     return " ".join(terms)

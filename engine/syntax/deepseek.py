@@ -104,7 +104,8 @@ class DeepSeekSyntax:
 
     @property
     def held(self) -> str:
-        return self._pending
+        """Text that is not assigned to a region yet, the closing delimiter aside."""
+        return self._pending.rpartition(CLOSE)[2].lstrip("\n")
 
     def feed(self, segment: Segment) -> list[SyntaxEvent]:
         text = segment.text

@@ -51,7 +51,14 @@ class Skip:
     stop: str
 
 
-Element = Lit | Space | Name | Word | Skip
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The token spelled so, not its letters. Only in patterns that describe what may be generated."""
+
+    text: str
+
+
+Element = Lit | Space | Name | Word | Skip | Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,8 @@ def _step(element: Element, text: str, at: int) -> int | None:
         if at - start > MAX_SPACE:
             return -1
         return at if at < len(text) else None
+    if isinstance(element, Token):
+        return -1
     if isinstance(element, Skip):
         return _name(Name(element.stop, "\n"), text, at)
     if isinstance(element, Name):

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Final, Literal
 
 from engine.syntax.arguments import Schemas
-from engine.syntax.patterns import Pattern, Space, lit
+from engine.syntax.patterns import Pattern, Space, Token, lit
 from engine.types.events import Region
 
 OPEN_TOKEN: Final = "\ud901"
@@ -154,7 +154,8 @@ def standard(
     """
     calls = tuple(calls) if setup.tools else ()
     in_reasoning = calls if reasoning_calls is None else tuple(reasoning_calls) if setup.tools else ()
-    thought = (Pattern((lit(setup.open_text),)),) if setup.open_text else ()
+    opener = Token(setup.open_text) if setup.open == OPEN_TOKEN else lit(setup.open_text)
+    thought = (Pattern((opener,)),) if setup.open_text else ()
     openers = (*(rule.pattern for rule in calls), *thought)
     opens = (literal(setup.open, "reasoning_start"),) if setup.open else ()
     closes = (literal(setup.close, "answer" if setup.structured else "content_start"),) if setup.close else ()
