@@ -97,7 +97,7 @@ def _serve(settings: Settings, began: float) -> int:
     if stop.is_set():
         return 0
     deployed: list[str] = []
-    directory = set_flags(settings)  # before anything imports ray
+    directory = set_flags(settings) if settings.graph.address is None else None  # before anything imports ray
     try:
         startup = _start_ray(startup)
         _deploy(startup, stop, deployed)

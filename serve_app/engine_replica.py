@@ -50,12 +50,12 @@ class EngineReplica:
             lambda: RankActors(config, model.manifest, placement),
             on_step=lambda news: self._groups.on_step(news),
         )
-        replica = _replica_name()
+        self._replica = _replica_name()
         self._groups = Groups(
             self._engine,
             slots=server.max_http_requests,
             digest=startup.digest,
-            replica=replica,
+            replica=self._replica,
             node=ray.get_runtime_context().get_node_id(),
             beat=graph.heartbeat_seconds,
         )
@@ -63,7 +63,7 @@ class EngineReplica:
         self._engine.start()
         self._process = f"engine-{secrets.token_hex(8)}"
         self._reporter = Reporter(startup.hub, Mirror(self._report))
-        logger.info("engine %s is ready after %.1f s: %s", replica, time.monotonic() - began, self._facts())
+        logger.info("engine %s is ready after %.1f s: %s", self._replica, time.monotonic() - began, self._facts())
 
     async def generate(self, call: Any, avoid: tuple[str, ...] = ()) -> Reply:
         """Holds a group's call until its generation ends. A call too large for a message comes as `[reference]`.
@@ -73,8 +73,12 @@ class EngineReplica:
         assert isinstance(call, GroupCall)
         return await self._groups.generate(call)
 
-    async def health(self) -> str | None:
-        """None while steps can run, else what is wrong. Judged by the age of the last committed step."""
+    async def health(self, avoid: tuple[str, ...] = ()) -> tuple[str, str | None]:
+        """(this replica, what is wrong with it). `avoid` is read by the router alone."""
+        return self._replica, self._problem()
+
+    def _problem(self) -> str | None:
+        """None while steps can run, else why not. Judged by the age of the last committed step."""
         health = self._engine.health()
         if health.state == "rebuilding":
             return f"the model is being reloaded for {health.rebuilding_for:.0f} s: {health.message}"

@@ -31,6 +31,7 @@ MESSAGE_BYTES = 2**18
 """Larger arguments travel through the object store: gRPC between replicas takes 4 MiB at most."""
 HEALTH_SECONDS = 0.9
 HEALTH_KEPT = 0.25
+HEALTH_QUESTIONS = 3
 NOT_RUNNING = "the model is not running yet"
 
 
@@ -88,11 +89,11 @@ def _size(call: GroupCall) -> int:
 
 
 class Cluster:
-    """ClusterPort over the engine's handle and the telemetry hub."""
+    """ClusterPort over the engine's handle and the telemetry hub. `replicas`: engines that there are to ask."""
 
-    def __init__(self, handle: Callable[[], Any], reporter: Reporter) -> None:
-        self._handle, self._reporter = handle, reporter
-        self._asked, self._answer = -1.0, ""
+    def __init__(self, handle: Callable[[], Any], reporter: Reporter, replicas: int = 1) -> None:
+        self._handle, self._reporter, self._replicas = handle, reporter, replicas
+        self._asked, self._problem = -1.0, ""
         self._asking: asyncio.Task[None] | None = None
 
     async def health(self) -> str | None:
@@ -101,24 +102,35 @@ class Cluster:
             if self._asking is None or self._asking.done():
                 self._asking = detached(self._ask(), "health")
             await asyncio.shield(self._asking)
-        return self._answer or None
+        return self._problem or None
 
     async def _ask(self) -> None:
+        """Healthy as long as one engine is: the router's first choice, else another."""
+        avoid: tuple[str, ...] = ()
+        problem = ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEALTH_SECONDS):
+                problem = "no engine answers"
+                for _ in range(min(self._replicas, HEALTH_QUESTIONS)):
+                    replica, problem = await self._one(avoid)
+                    if not problem:
+                        break
+                    avoid = (*avoid, replica)
+        self._problem, self._asked = problem, time.monotonic()
+
+    async def _one(self, avoid: tuple[str, ...]) -> tuple[str, str]:
         handle = self._handle()
         if handle is None:
-            self._answer, self._asked = NOT_RUNNING, time.monotonic()
-            return
-        response = handle.health.remote()
+            return "", NOT_RUNNING
+        response = handle.health.remote(avoid=avoid)
         try:
-            async with asyncio.timeout(HEALTH_SECONDS):
-                self._answer = await response or ""
-        except TimeoutError:
-            with contextlib.suppress(RayServeException):
-                response.cancel()
-            self._answer = "no engine answers"
+            replica, problem = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
         except (RayError, RayServeException) as error:
-            self._answer = f"the engine is unavailable ({type(error).__name__})"
-        self._asked = time.monotonic()
+            return "", f"the engine is unavailable ({type(error).__name__})"
+        return replica, problem or ""
 
     async def snapshot(self) -> Snapshot:
         try:

@@ -63,7 +63,7 @@ class IngressReplica:
             limits=startup.decode_limits,
             preprocessor=port,
             engine=self._client,
-            cluster=Cluster(engine_handle, self._reporter),
+            cluster=Cluster(engine_handle, self._reporter, graph.engines),
             open_pipeline=_pipelines(startup),
             token_bytes=model.tokens.bytes,
             recorder=recorder,

@@ -51,6 +51,7 @@ def replica(engine: StillEngine) -> Any:
         _engine=engine,
         _rebuild_seconds=60.0,
         _process="engine-1",
+        _replica="r1",
         _groups=SimpleNamespace(completed=5, failed=2, held=3, slots=9, paused=False),
     )
     return made
@@ -69,7 +70,8 @@ def replica(engine: StillEngine) -> Any:
 def test_health_tells_what_is_wrong(engine: StillEngine, words: str | None) -> None:
     import asyncio
 
-    told = asyncio.run(replica(engine).health())
+    name, told = asyncio.run(replica(engine).health())
+    assert name == "r1"
     assert told is None if words is None else words in told
 
 

@@ -94,19 +94,26 @@ def test_without_an_engine_application_calls_are_unavailable() -> None:
         EngineCaller(lambda: None).call(GroupCall(1, "q", (prompt(8),), SINK), ())
 
 
-def asked(handle: Any, times: int = 1) -> list[str | None]:
+def asked(handle: Any, times: int = 1, replicas: int = 1) -> list[str | None]:
     async def main() -> list[str | None]:
-        cluster = Cluster(lambda: handle, None)  # type: ignore[arg-type]
+        cluster = Cluster(lambda: handle, None, replicas)  # type: ignore[arg-type]
         return list(await asyncio.gather(*(cluster.health() for _ in range(times))))
 
     return asyncio.run(main())
 
 
 def test_many_probes_are_one_question() -> None:
-    handle = PlayedHandle("rebuilding")
+    handle = PlayedHandle(("r1", "rebuilding"))
     assert asked(handle, 20) == ["rebuilding"] * 20
     assert len(handle.calls) == 1
-    assert asked(PlayedHandle("")) == [None]
+    assert asked(PlayedHandle(("r1", None))) == [None]
+
+
+def test_one_healthy_engine_is_enough() -> None:
+    handle = PlayedHandle(("r1", "rebuilding"), ("r2", None))
+    assert asked(handle, replicas=2) == [None]
+    assert [kwargs for _, kwargs in handle.calls] == [{"avoid": ()}, {"avoid": ("r1",)}]
+    assert asked(PlayedHandle(("r1", "rebuilding"), ("r2", "down")), replicas=2) == ["down"]
 
 
 def test_health_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
