@@ -29,6 +29,7 @@ TURNS = (
     turn(spelled("🙂🙂"), when="faces"),
     turn("so it is\n", token("</think>"), "\n\n", *CALL, when="call"),
     turn("so it is\n", token("</think>"), "\n\nthe answer is yes", when="reason"),
+    turn("so it is\n", token("</think>"), "\n\n", *CALL, "\nand now more text", when="stops later"),
     turn("one", token("<|im_end|>"), " two", token("<|im_end|>"), when="ends"),
     turn(times(40, " the"), then="repeat", when="again"),
     turn({"id": 0xF0}, {"id": 0x9F}, "x", when="broken", logits={"0": {"#241": 499.0, "#242": 498.0}}),
