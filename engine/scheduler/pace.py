@@ -8,8 +8,9 @@ from __future__ import annotations
 
 MULTIPLE = 20.0
 """A step may take this many times its prediction."""
-FLOOR = 30.0
-"""Seconds that every step may take: a kernel compiled or a graph captured on the way isn't a hang."""
+FLOOR = 60.0
+"""Seconds that every step may take: a kernel compiled or a graph captured on the way isn't a hang, nor is a crowded
+machine."""
 LEARNING = 16
 """Steps before predictions count: the first ones load, compile and warm up."""
 FORGET = 0.98

@@ -18,11 +18,11 @@ def test_the_ceiling_holds_until_steps_were_seen() -> None:
 def test_limits_follow_the_work() -> None:
     pace = StepPace(1000.0)
     for _ in range(LEARNING):
-        pace.learn(100, 2.0)
-    assert pace.limit(100) == MULTIPLE * 2.0
-    assert pace.limit(800) == MULTIPLE * 16.0
+        pace.learn(100, 5.0)
+    assert pace.limit(100) == MULTIPLE * 5.0
+    assert pace.limit(800) == MULTIPLE * 40.0
     assert pace.limit(1e9) == 1000.0
-    assert pace.limit(1) == MULTIPLE * 2.0, "less work is not known to be faster"
+    assert pace.limit(1) == MULTIPLE * 5.0, "less work is not known to be faster"
 
 
 def test_a_slow_step_is_forgotten_slowly() -> None:
