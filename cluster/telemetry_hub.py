@@ -27,6 +27,7 @@ NAMESPACE = "flare"
 SILENT_SECONDS = 15.0
 BEAT_SECONDS = 5.0
 LOOK_SECONDS = 0.25
+SAVE_SECONDS = 2.0
 ABANDONED_SECONDS = 60.0
 RETIRED_KEPT = 1024
 
@@ -78,8 +79,8 @@ class Ledger:
         }
 
     def dump(self) -> bytes:
-        """All that a new hub needs to go on."""
-        live = [report for report, _ in self._live.values()]
+        """All that a new hub needs to go on. Samples aren't saved: whoever took them reports them again."""
+        live = [{**report, "samples": []} for report, _ in self._live.values()]
         state = {"instance": self.instance, "created": self.created, "live": live}
         return json.dumps({**state, "retired": self._retired, "folded": self._folded}).encode()
 
@@ -90,7 +91,6 @@ class Ledger:
         ledger = cls(state["instance"], state["created"])
         ledger._folded, ledger._retired = state["folded"], state["retired"]
         for report in state["live"]:
-            report["samples"] = [(at, seconds) for at, seconds in report["samples"]]
             ledger._live[report["process"]] = (cast(Report, report), now)
         return ledger
 
@@ -123,7 +123,7 @@ class TelemetryHub:
 
     async def _keep(self) -> None:
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(SAVE_SECONDS)
             now = time.monotonic()
             self._ledger.expire(now)
             if now - self._heard > ABANDONED_SECONDS:

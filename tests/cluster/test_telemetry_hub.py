@@ -62,7 +62,8 @@ def test_a_new_hub_goes_on_where_the_old_one_stopped() -> None:
     ledger.report(report("b", 6), 0)
     ledger.leave("b")
     again = Ledger.restore(ledger.dump(), 50)
-    assert again.snapshot() == ledger.snapshot()
+    assert again.snapshot()["totals"] == ledger.snapshot()["totals"]
+    assert [row["gauges"] for row in again.snapshot()["processes"]] == [{}]
     again.report(report("a", 8), 51)
     again.report(report("b", 7), 51)
     assert tokens(again) == 15
