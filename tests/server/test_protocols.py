@@ -75,6 +75,11 @@ def replay(http: httpx.Client, name: str, **changes: Any) -> httpx.Response:
     return answer
 
 
+def reusable(prompt: int) -> int:
+    """How much of a first turn's prompt its second turn must reuse: 95 %, or all but one page of a short one."""
+    return min(int(0.95 * prompt), prompt - 64)
+
+
 def sse(answer: httpx.Response) -> list[tuple[str | None, Any]]:
     found: list[tuple[str | None, Any]] = []
     for frame in answer.text.split("\n\n"):
@@ -225,13 +230,13 @@ def test_a_second_turn_reuses_the_first(http: httpx.Client, mode: str) -> None:
     turn1 = replay(http, first, stream=False).json()["usage"]
     turn2 = replay(http, second, stream=False).json()["usage"]
     prompt = turn1["input_tokens"] + turn1["cache_read_input_tokens"]
-    assert turn2["cache_read_input_tokens"] >= 0.95 * prompt
+    assert turn2["cache_read_input_tokens"] >= reusable(prompt)
 
 
 def test_a_second_codex_turn_reuses_the_first(http: httpx.Client) -> None:
     turns = ("turn1_catalog_apply_patch", "turn2_custom_tool_call_output")
     usages = [replay(http, f"codex-0.171.0_responses_{turn}", stream=False).json()["usage"] for turn in turns]
-    assert usages[1]["input_tokens_details"]["cached_tokens"] >= 0.95 * usages[0]["input_tokens"]
+    assert usages[1]["input_tokens_details"]["cached_tokens"] >= reusable(usages[0]["input_tokens"])
 
 
 def test_a_burst_of_counts_is_answered_while_streams_run(http: httpx.Client) -> None:
@@ -290,9 +295,9 @@ def test_malformed_bodies_have_the_error_shape_of_their_route(http: httpx.Client
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses"])
 def test_changed_captures_are_answered_or_refused(http: httpx.Client, path: str) -> None:
-    """A sample of every single-field change: 200 or a 4xx, never a 5xx or a hang."""
+    """A sample of every single-field change: 200 or a 4xx, never a 5xx or a hang. The output limit stays."""
     name = captures.names(path)[0]
-    changes = [body for _, body in captures.mutations(short(name))]
+    changes = [body for change, body in captures.mutations(short(name)) if not change.startswith(".max_")]
     for body in random.Random(path).sample(changes, 40):
         answer = http.post(path, json=body, headers=VERSION)
         assert answer.status_code in (200, 400), answer.text
