@@ -53,7 +53,7 @@ def by_candidates(part: Part) -> Tensor:
     if bool(narrow.any()):
         keep = narrow[rows]
         matrix, real = padded(rows[keep], ids[keep], count)
-        result = _ranked_choice(part, matrix, real, total)
+        result = ranked_choice(part, matrix, real, total)
     for row in (~narrow).nonzero()[:, 0].tolist():
         result[row] = _by_race(part, row, known.get(row), float(total[row]))
     return result
@@ -90,7 +90,7 @@ def _total_mass(part: Part, asking: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
     return total, dict(zip(index.tolist(), weights, strict=True))
 
 
-def _ranked_choice(part: Part, matrix: Tensor, real: Tensor, total: Tensor) -> Tensor:
+def ranked_choice(part: Part, matrix: Tensor, real: Tensor, total: Tensor) -> Tensor:
     """Applies the filters to candidates `matrix` [rows, widest] and picks by noise among the rest.
 
     A candidate stays while its rank is within top-k and the mass before it is below top-p of the mass that top-k
@@ -100,7 +100,7 @@ def _ranked_choice(part: Part, matrix: Tensor, real: Tensor, total: Tensor) -> T
     gaps, order = gaps.sort(dim=1, stable=True)  # ids rise within a row, so equals stay in id order
     ids = matrix.gather(1, order)
     weights = gaps.neg().exp_().double()
-    within = torch.arange(matrix.shape[1]) < part.rows.top_k[:, None]
+    within = torch.arange(matrix.shape[1], device=matrix.device) < part.rows.top_k[:, None]
     running = (weights * within).cumsum(1)
     whole = torch.where(part.rows.top_k < part.logits.shape[1], running[:, -1], total)
     stays = running - weights < part.rows.top_p.double()[:, None] * whole[:, None]

@@ -17,7 +17,7 @@ from engine.execution.candidates import by_candidates
 from engine.execution.noise import noise_keys
 from engine.execution.sampling_rows import Bans, Mask, Part, Penalties, SamplingRows
 from engine.execution.selection import block_maxima
-from engine.execution.thresholds import by_threshold, plain
+from engine.execution.thresholds import by_filters, plain
 
 __all__ = ["Bans", "Mask", "Penalties", "Sampled", "SamplingRows", "sample"]
 
@@ -57,9 +57,9 @@ def sample(logits: Tensor, rows: SamplingRows, mask: Mask | None = None) -> Samp
 
 def _on_accelerator(part: Part) -> Tensor:
     if part.rows.split is None:
-        return _in_slices(part, by_threshold if part.rows.filtered else plain)
+        return _in_slices(part, by_filters if part.rows.filtered else plain)
     ids = torch.zeros(len(part.logits), dtype=torch.int64, device=part.logits.device)
-    for index, pick in zip(part.rows.split, (by_threshold, plain), strict=True):
+    for index, pick in zip(part.rows.split, (by_filters, plain), strict=True):
         ids[index] = _in_slices(part.only(index), pick)
     return ids
 

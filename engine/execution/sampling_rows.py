@@ -51,7 +51,8 @@ class SamplingRows:
     `temperature`, `top_p`, `min_p` [rows] float32; `top_k` [rows] int64, as many as the vocabulary when disabled;
     `seed` (the unsigned 64-bit number's bit pattern) and `position` (absolute, of the token to sample) [rows] int64.
     `filtered` and `plain` split the row numbers by whether a filter is on, known without asking the device; `split`
-    holds both on the device when neither is empty. `any_top_k`, `any_top_p`: some row may have that filter.
+    holds both on the device when neither is empty. `any_top_k`, `any_top_p`: some row may have that filter;
+    `most_top_k`: the greatest of the filtered rows' top-k, None if that isn't known.
     """
 
     temperature: Tensor
@@ -65,6 +66,7 @@ class SamplingRows:
     split: tuple[Tensor, Tensor] | None = None
     any_top_k: bool = True
     any_top_p: bool = True
+    most_top_k: int | None = None
     penalties: Penalties | None = None
     bans: Bans | None = None
 
@@ -97,6 +99,7 @@ class Part:
             self.rows.position[index],
             any_top_k=self.rows.any_top_k,
             any_top_p=self.rows.any_top_p,
+            most_top_k=self.rows.most_top_k,
         )
         return Part(self.logits[index], self.maxima[index], self.peak[index], rows, self.keys[index])
 

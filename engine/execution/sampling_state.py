@@ -33,7 +33,7 @@ class SamplingState:
         # top_k, seed
         self._integers = torch.zeros(slots, 2, dtype=torch.int64, device=self._device)
         self._filtered = [False] * slots
-        self._has_top_k, self._has_top_p = [False] * slots, [False] * slots
+        self._top_k, self._has_top_p = [vocab] * slots, [False] * slots
         self._penalised = [False] * slots
         self._bans: list[tuple[int, tuple[int, ...]]] = [(0, ())] * slots
         self._in_prompt: Tensor | None = None
@@ -55,7 +55,7 @@ class SamplingState:
         self._numbers[slot] = self._upload(np.array(numbers, dtype=np.float32))
         self._integers[slot] = self._upload(np.array((top_k, signed(sampling.seed)), dtype=np.int64))
         self._filtered[slot] = top_k < self._vocab or sampling.top_p < 1 or sampling.min_p > 0
-        self._has_top_k[slot], self._has_top_p[slot] = top_k < self._vocab, sampling.top_p < 1
+        self._top_k[slot], self._has_top_p[slot] = top_k, sampling.top_p < 1
         self._penalised[slot] = needs_counts(sampling)
         self._bans[slot] = (setup.banned_until, setup.banned_ids)
         if self._penalised[slot]:
@@ -83,8 +83,9 @@ class SamplingState:
             filtered=tuple(filtered.tolist()),
             plain=tuple(plain.tolist()),
             split=(split[0], split[1]) if len(filtered) and len(plain) else None,
-            any_top_k=any(self._has_top_k[slot] for slot in slots),
+            any_top_k=any(self._top_k[slot] < self._vocab for slot in slots),
             any_top_p=any(self._has_top_p[slot] for slot in slots),
+            most_top_k=max((self._top_k[slots[row]] for row in filtered.tolist()), default=None),
             penalties=self._penalties(slots, numbers),
             bans=self._banned(slots),
         )

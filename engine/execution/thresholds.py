@@ -11,8 +11,13 @@ import math
 import torch
 from torch import Tensor
 
+from engine.execution.candidates import ranked_choice
 from engine.execution.noise import exponential_noise
 from engine.execution.sampling_rows import Part
+from engine.execution.selection import largest
+
+MOST_RANKED = 512
+"""The greatest top-k for which ranking candidates is cheaper than finding thresholds."""
 
 
 def plain(part: Part) -> Tensor:
@@ -22,8 +27,22 @@ def plain(part: Part) -> Tensor:
     return weights.div_(exponential_noise(part.keys[:, None], ids)).argmax(1)
 
 
+def by_filters(part: Part) -> Tensor:
+    """Ids [rows] of filtered rows, all at once: from the greatest few where every row's top-k is small."""
+    most = part.rows.most_top_k
+    return by_rank(part, most) if most is not None and most <= MOST_RANKED else by_threshold(part)
+
+
+def by_rank(part: Part, most: int) -> Tensor:
+    """Ids [rows] of rows whose top-k, or vocabulary, is at most `most`."""
+    _, ids = largest(part.logits, most)
+    # Only the mass of rows without a limit is asked for, and those have no more ids than these.
+    total = part.gaps(part.logits.gather(1, ids)).neg_().exp_().sum(1, dtype=torch.float64)
+    return ranked_choice(part, ids, torch.ones_like(ids, dtype=torch.bool), total)
+
+
 def by_threshold(part: Part) -> Tensor:
-    """Ids [rows] of filtered rows, all at once."""
+    """Ids [rows] of rows with any filters."""
     gaps = part.gaps(part.logits)
     weights = gaps.neg().exp_()
     bits = (gaps + 0.0).view(torch.int32)  # gaps aren't negative (nor zeros, now), so their bits order them

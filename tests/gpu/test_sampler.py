@@ -13,7 +13,11 @@ from engine.execution.sampling_state import SamplingState
 from engine.scheduler.step import SlotSetup
 from engine.types.request import SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
 
 FILTERS = [
     SamplingParams(temperature, top_p, top_k, min_p, repetition, 0.1, 0.0, seed)
@@ -30,7 +34,10 @@ FILTERS = [
 ]
 
 
-def states(vocab: int) -> tuple[SamplingState, SamplingState, CudaDevice]:
+SMALL_TOP_K = [SamplingParams(0.9, 0.95, 20 + seed % 3, 0.01, 1.0, 0.0, 0.0, seed) for seed in range(60)]
+
+
+def states(vocab: int, filters: list[SamplingParams]) -> tuple[SamplingState, SamplingState, CudaDevice]:
     device = CudaDevice(0)
     pair = (
         SamplingState(len(FILTERS), vocab),
@@ -38,15 +45,16 @@ def states(vocab: int) -> tuple[SamplingState, SamplingState, CudaDevice]:
     )
     prompt = np.arange(50, dtype="<i4").tobytes()
     for state in pair:
-        for slot, sampling in enumerate(FILTERS):
+        for slot, sampling in enumerate(filters):
             state.bind(SlotSetup(slot, sampling, 0, 40, prompt=prompt, banned_until=60, banned_ids=(3, 7)))
     return *pair, device
 
 
 @pytest.mark.parametrize("vocab", [1000, 151_936])
-def test_cuda_samples_what_the_cpu_samples_without_waiting(vocab: int) -> None:
-    host, device, cuda = states(vocab)
-    rows, count = list(range(len(FILTERS))), len(FILTERS)
+@pytest.mark.parametrize("filters", [FILTERS, SMALL_TOP_K])
+def test_cuda_samples_what_the_cpu_samples_without_waiting(vocab: int, filters: list[SamplingParams]) -> None:
+    host, device, cuda = states(vocab, filters)
+    rows, count = list(range(len(filters))), len(filters)
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(1)) * 3
     words = np.random.default_rng(0).integers(-(2**31), 2**31, (2, -(-vocab // 32)), dtype=np.int32)
     positions = torch.arange(count)

@@ -17,7 +17,7 @@ from engine.execution.sampler import Mask, SamplingRows, sample
 from engine.execution.sampling_rows import Part
 from engine.execution.sampling_state import SamplingState
 from engine.execution.selection import block_maxima
-from engine.execution.thresholds import by_threshold
+from engine.execution.thresholds import by_rank, by_threshold
 from engine.scheduler.step import SlotSetup
 from engine.types.request import SamplingParams
 
@@ -92,7 +92,11 @@ def test_the_accelerators_way_selects_the_same(vocab: int, scale: float) -> None
     rows = rows_of(params, vocab)
     maxima = block_maxima(logits)
     part = Part(logits, maxima, maxima.amax(1), rows, noise_keys(rows.seed, rows.position))
-    assert by_threshold(part).tolist() == sample(logits, rows).ids.tolist()
+    wanted = sample(logits, rows).ids.tolist()
+    assert by_threshold(part).tolist() == wanted
+    small = [row for row, sampling in enumerate(params) if 0 < sampling.top_k <= 300]
+    few = part.only(torch.tensor(small))
+    assert by_rank(few, min(300, vocab)).tolist() == [wanted[row] for row in small]
 
 
 @pytest.mark.parametrize("sampling", [*FILTERS[:7], *FILTERS[9:11]])
