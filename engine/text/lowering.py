@@ -145,8 +145,7 @@ class Lowering:
         if seed is None:
             seed = secrets.randbits(64)
         stops = self._stop_sequences(request)
-        if request.constraint is not None and self._checker is not None:
-            self._checker(request.constraint)
+        self._check_constraints(request)
         children: list[PreparedPrompt] = []
         for prompt in request.prompts:
             child = self._child(request, prompt, sampling, stops)
@@ -204,6 +203,21 @@ class Lowering:
         raw = any(not isinstance(prompt, Conversation) for prompt in request.prompts)
         if raw and request.reasoning.budget is not None:
             raise RequestError("thinking_token_budget needs a conversation", field="thinking_token_budget")
+
+    def _check_constraints(self, request: GenerationRequest) -> None:
+        """Compiles the answer's constraint and the grammars of freeform tools, before anything is admitted."""
+        if request.constraint is not None and self._checker is not None:
+            self._checker(request.constraint)
+        for prompt in request.prompts:
+            for tool in prompt.tools if isinstance(prompt, Conversation) else ():
+                if tool.input_format is None:
+                    continue
+                if self._checker is None:
+                    raise RequestError(f"tools: this server has no grammars, which {tool.name!r} needs", field="tools")
+                try:
+                    self._checker(tool.input_format)
+                except RequestError as error:
+                    raise RequestError(f"tools: {tool.name!r}: {error.message}", field="tools") from None
 
     def _child(
         self,

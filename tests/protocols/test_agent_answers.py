@@ -9,14 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engine.prepared import PreparedModel
-from engine.text.output import OutputPipeline
 from engine.types.conversation import Conversation
-from engine.types.events import EndCause, EngineEnd, TokenRecord, Update
-from engine.types.request import PreparedPrompt, SamplingParams
+from engine.types.events import EndCause
 from protocols.encoder import Encoder, ResponseContext
 from protocols.errors import OutputInvalid
 from protocols.fields import DecodeLimits
@@ -26,13 +23,12 @@ from protocols.messages.thinking import marker
 from protocols.responses.decode import decode as decode_responses
 from protocols.responses.encode import ResponsesEncoder
 from protocols.tools import ToolRules
+from tests.support.qwen_answers import CACHED, CALL, END_CALL, PROMPT, SAMPLING, THINK, generated, ids
 from tests.support.scripted import prepared
 from tests.support.sdk import events
 
 LIMITS = DecodeLimits(vocab_size=10_000)
-SAMPLING = SamplingParams(1.0, 1.0, -1, 0.0, 1.0, 0.0, 0.0, 1)
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
-THINK, CALL, END_CALL = "</think>", "<tool_call>", "</tool_call>"
 READ = (CALL, "\n<function=Read>\n<parameter=path>\na.py\n</parameter>\n</function>\n", END_CALL)
 
 
@@ -40,15 +36,6 @@ READ = (CALL, "\n<function=Read>\n<parameter=path>\na.py\n</parameter>\n</functi
 def model(tmp_path_factory: pytest.TempPathFactory) -> PreparedModel:
     folder: Path = tmp_path_factory.mktemp("scripted")
     return prepared(folder, [{"output": ["x"]}], recipe="qwen38")
-
-
-def ids(model: PreparedModel, *pieces: str) -> list[int]:
-    """Delimiters as their tokens; a piece that begins with a space spells them out."""
-    found: list[int] = []
-    for piece in pieces:
-        whole = model.tokenizer.token_id(piece) if piece in (THINK, CALL, END_CALL) else None
-        found += [whole] if whole is not None else model.tokenizer.encode(piece, specials=False)
-    return found
 
 
 def serve(
@@ -61,24 +48,14 @@ def serve(
     cuts: random.Random | None = None,
 ) -> tuple[Encoder, list[bytes]]:
     """Runs one choice as an ingress does, the tokens cut into updates."""
-    prompt = PreparedPrompt(
-        np.zeros(5, np.int32), SAMPLING, 1000, tuple(model.manifest.eos_ids), opening="reasoning", tools_active=True
-    )
     (conversation,) = decoded.request.prompts
     assert isinstance(conversation, Conversation)
-    numbers = itertools.count()
-    pipeline = OutputPipeline(model, prompt, decoded.request, call_id=lambda: f"call_{next(numbers)}")
     rules = ToolRules(conversation)
-    encoder: Encoder = encoder_of(ResponseContext("1", "m", 1, model.tokens.bytes, (5,), sampling=SAMPLING), decoded)
-    records = [TokenRecord(id, -0.5, ((id, -0.5),)) for id in tokens]
-    updates = [Update(0, cached_tokens=2)]
-    while records:
-        size = 1 if cuts is None else cuts.randint(1, len(records))
-        updates.append(Update(0, tuple(records[:size])))
-        del records[:size]
+    context = ResponseContext("1", "m", 1, model.tokens.bytes, (PROMPT,), sampling=SAMPLING)
+    encoder: Encoder = encoder_of(context, decoded)
     frames: list[bytes] = []
-    for update in [*updates, Update(0, end=EngineEnd(cause))]:
-        frames += encoder.feed(0, rules.apply(pipeline.push(update)))
+    for found in generated(model, decoded.request, tokens, cause=cause, cuts=cuts):
+        frames += encoder.feed(0, rules.apply(found))
     return encoder, frames + encoder.finish()
 
 
@@ -124,7 +101,7 @@ def test_any_cut_of_the_tokens_gives_the_same_message(model: PreparedModel, seed
     result = encoder.result()
     assert result["stop_reason"] == "tool_use"
     usage = result["usage"]
-    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (3, 2)
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (PROMPT - CACHED, CACHED)
     assert usage["output_tokens"] == len(tokens) and usage["output_tokens_details"]["thinking_tokens"] > 0
     starts = [data["content_block"]["type"] for name, data in events(frames) if name == "content_block_start"]
     assert starts == ["thinking", "text", "tool_use", "tool_use"]
