@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.protocol import AttentionUnavailable, Batch, Capabilities, KvPool, Needs, store
+from engine.attention.protocol import AttentionUnavailable, Batch, Capabilities, KvPool, Needs
 
 _MODULES = ("flash_attn_interface", "vllm.vllm_flash_attn")
 
@@ -75,10 +75,13 @@ class FlashAttention:
             batch.writes,
         )
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, layer: int, metadata: FlashMetadata) -> Tensor:
-        store(self._pool, layer, metadata.writes, key, value)
-        real = query[: metadata.rows].contiguous()
-        out = self._call(real, self._pool.keys[layer], self._pool.values[layer], metadata, self._splits)
+    def forget(self, slot: int) -> None:
+        """Remembers nothing."""
+
+    def forward(self, query: Tensor, kv: Tensor, layer: int, metadata: FlashMetadata) -> Tensor:
+        self._pool.store(layer, metadata.writes, kv)
+        keys, values = self._pool.data[layer].chunk(2, dim=2)
+        out = self._call(query[: metadata.rows].contiguous(), keys, values, metadata, self._splits)
         if metadata.rows < query.shape[0]:
             out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, query.shape[0] - metadata.rows))
         return out.flatten(1)

@@ -64,24 +64,37 @@ class Capabilities:
 
 
 class KvPool:
-    """Keys and values of all layers: each [layers, pages + 1, page tokens, kv heads, head dim]."""
+    """All layers' pages: [layers, pages + 1, page tokens, 2 * kv heads, head dim], a position's keys before its values,
+    so that one copy moves both."""
 
     def __init__(self, pages: int, needs: Needs, device: torch.device) -> None:
-        self.pages, self.page_tokens = pages, needs.page_tokens
-        shape = (needs.layers, pages + 1, needs.page_tokens, needs.kv_heads, needs.head_dim)
-        self.keys = torch.zeros(shape, dtype=needs.dtype, device=device)
-        self.values = torch.zeros(shape, dtype=needs.dtype, device=device)
+        self.pages, self.page_tokens, self.kv_heads = pages, needs.page_tokens, needs.kv_heads
+        shape = (needs.layers, pages + 1, needs.page_tokens, 2 * needs.kv_heads, needs.head_dim)
+        self.data = torch.zeros(shape, dtype=needs.dtype, device=device)
+        self.layers = [layer.flatten(0, 1) for layer in self.data.unbind(0)]
+        """Per layer, by flat position: [(pages + 1) * page tokens, 2 * kv heads, head dim]."""
+
+    @property
+    def keys(self) -> Tensor:
+        return self.data[:, :, :, : self.kv_heads]
+
+    @property
+    def values(self) -> Tensor:
+        return self.data[:, :, :, self.kv_heads :]
 
     @staticmethod
     def page_bytes(needs: Needs) -> int:
         """Bytes of one page over all layers."""
         return 2 * needs.layers * needs.page_tokens * needs.kv_heads * needs.head_dim * needs.dtype.itemsize
 
+    def store(self, layer: int, writes: Tensor, kv: Tensor) -> None:
+        """Puts rows [rows, 2 * kv heads, dim] at flat positions `writes`."""
+        self.layers[layer].index_copy_(0, writes, kv if kv.dtype == self.data.dtype else kv.to(self.data.dtype))
+
     def copy(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
         """Copies whole pages, (source, destination) each."""
         source, target = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
-        for side in (self.keys, self.values):
-            side[:, target] = side[:, source]
+        self.data[:, target] = self.data[:, source]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +126,18 @@ class AttentionBackend(Protocol):
     name: str
     capabilities: Capabilities
 
-    def prepare(self, batch: Batch) -> Metadata: ...
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, layer: int, metadata: Metadata) -> Tensor:
-        """Writes `key` and `value` [rows, kv heads, dim] to the pool and attends with `query` [rows, heads, dim],
-        causally over each row's slot: [rows, heads * dim]. Padding rows give anything finite."""
+    def prepare(self, batch: Batch) -> Metadata:
+        """Once a step; every layer's `forward` of the step must follow with its result."""
         ...
 
+    def forget(self, slot: int) -> None:
+        """The slot's pages will be another request's."""
+        ...
 
-def store(pool: KvPool, layer: int, writes: Tensor, key: Tensor, value: Tensor) -> None:
-    """Puts rows [rows, kv heads, dim] at flat pool positions `writes`."""
-    pool.keys[layer].flatten(0, 1).index_copy_(0, writes, key)
-    pool.values[layer].flatten(0, 1).index_copy_(0, writes, value)
+    def forward(self, query: Tensor, kv: Tensor, layer: int, metadata: Metadata) -> Tensor:
+        """Writes `kv` [rows, 2 * kv heads, dim], keys before values, to the pool and attends with `query` [rows, heads,
+        dim], causally over each row's slot: [rows, heads * dim]. Padding rows give anything finite."""
+        ...
 
 
 def flat_positions(table: NDArray[np.int32], length: int, padded: int, pool: KvPool) -> NDArray[np.int64]:

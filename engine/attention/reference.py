@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.protocol import Batch, Capabilities, KvPool, Query, flat_positions, store
+from engine.attention.protocol import Batch, Capabilities, KvPool, Query, flat_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,17 @@ class ReferenceAttention:
             found.append((query, torch.from_numpy(flat).to(batch.writes.device)))
         return ReferenceMetadata(found, batch.writes)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, layer: int, metadata: ReferenceMetadata) -> Tensor:
-        store(self._pool, layer, metadata.writes, key, value)
-        out = torch.zeros_like(query)
-        keys, values = self._pool.keys[layer].flatten(0, 1), self._pool.values[layer].flatten(0, 1)
-        group = query.shape[1] // key.shape[1]
+    def forget(self, slot: int) -> None:
+        """Remembers nothing."""
+
+    def forward(self, query: Tensor, kv: Tensor, layer: int, metadata: ReferenceMetadata) -> Tensor:
+        self._pool.store(layer, metadata.writes, kv)
+        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        pages, heads = self._pool.layers[layer], self._pool.kv_heads
+        group = query.shape[1] // heads
         for part, flat in metadata.queries:
             window = slice(part.offset, part.offset + part.count)
-            k = keys[flat].float().repeat_interleave(group, dim=1)
-            v = values[flat].float().repeat_interleave(group, dim=1)
+            k, v = pages[flat].float().repeat_interleave(group, dim=1).chunk(2, dim=1)
             scores = torch.einsum("qhd,khd->hqk", query[window].float(), k) * query.shape[2] ** -0.5
             position = torch.arange(part.start, part.start + part.count, device=query.device)
             future = torch.arange(len(flat), device=query.device)[None] > position[:, None]

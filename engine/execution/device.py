@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,8 @@ class Device(Protocol):
 
     asynchronous: bool
     """Whether launched work runs beside the host."""
+    cache_bytes: int
+    """The last-level cache; 0 where unknown or meaningless."""
 
     @property
     def torch(self) -> torch.device: ...
@@ -75,6 +78,7 @@ class CpuDevice:
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         self.torch = torch.device("cpu")
+        self.cache_bytes = last_level_cache()
 
     def upload(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array)
@@ -109,6 +113,7 @@ class CudaDevice:
     """One CUDA device; `index` counts the visible ones."""
 
     asynchronous = True
+    cache_bytes = 0
 
     def __init__(self, index: int) -> None:
         if not torch.cuda.is_available():
@@ -128,6 +133,19 @@ class CudaDevice:
     def kv_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.torch)
         return max(int(free - total * (1 - _CUDA_MEMORY_SHARE)) - _CUDA_WORKSPACE, 0)
+
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def last_level_cache() -> int:
+    """Bytes of the first processor's largest cache, a property of its type; 0 where the system doesn't tell."""
+    sizes = [0]
+    for path in _CACHES.glob("index*/size"):
+        text = path.read_text().strip()
+        unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+        sizes.append(int(text.rstrip("KM") or 0) * unit)
+    return max(sizes)
 
 
 def cores() -> int:

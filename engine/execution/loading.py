@@ -19,6 +19,7 @@ from engine.config import EngineConfig, Manifest
 from engine.execution.device import Device
 from engine.models.errors import WeightsError
 from engine.models.layers import Precision
+from engine.models.tuning import tuned
 from engine.models.weights import open_weights
 from engine.parallel.collectives import Collectives
 from engine.recipes.catalog import RECIPES
@@ -111,4 +112,6 @@ def choose_precision(config: EngineConfig, manifest: Manifest, device: Device) -
     invariant = config.numerics == "invariant" or (config.numerics == "auto" and on_cpu)
     quantized = config.dtype == "auto" and manifest.format == "gguf" and on_cpu and config.weights_seed is None
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-    return Precision(device.torch, dtype, quantized, invariant)
+    residual = torch.float32 if on_cpu else dtype
+    precision = Precision(device.torch, dtype, quantized, invariant, residual)
+    return tuned(precision, manifest.config, device.cache_bytes) if quantized else precision

@@ -156,9 +156,11 @@ class Runner:
     def _prepare(self, step: Step) -> None:
         for slot in step.release:
             self._slots.release(slot)
+            self._attention.forget(slot)
             self._sampling.release(slot)
         for setup in step.setups:
             self._slots.bind(setup)
+            self._attention.forget(setup.slot)
             self._sampling.bind(setup)
             self._model.bind(setup)
         self._slots.extend(step.tables)

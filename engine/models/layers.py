@@ -7,7 +7,7 @@ Owns the choice of a linear's kernel from its weight and the numerics in force. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,54 +20,58 @@ from engine.models.errors import WeightsError
 from engine.models.gguf import Grouped
 from engine.models.weights import Weight, dense
 
-Linear = Callable[[Tensor], Tensor]
-"""[n, width] → [n, rows], in the model's dtype."""
-
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How a model computes. `dtype`: of activations and dense weights. `quantized`: quantised weights stay so.
-    `invariant`: one kernel for every row count. `many_rows`: rows from which a dense copy beats int4 in `fast`."""
+    """How a model computes. `dtype`: of activations between kernels and of dense weights. `residual`: of the stream
+    that layers add to. `quantized`: quantised weights stay so. `invariant`: one kernel for every row count.
+    `dense_head`: the head is dense even where weights are quantised. `many`: in `fast`, how many rows take a dense
+    copy, and its dtype; `many_head` the same of the head."""
 
     device: torch.device
     dtype: torch.dtype
     quantized: bool
     invariant: bool
-    many_rows: int = 32
+    residual: torch.dtype = torch.float32
+    dense_head: bool = False
+    many: Many | None = None
+    many_head: Many | None = None
 
-    @property
-    def row_multiple(self) -> int:
-        """Rows of a step are padded to a multiple of this, so that dense kernels give each row one result."""
-        if not self.invariant:
-            return 1
-        return 4 if self.dtype == torch.float32 else 2
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """From `rows` rows on, a copy in `dtype` is faster than the quantised matrix."""
+
+    rows: int
+    dtype: torch.dtype
 
 
 class DenseLinear:
     """A plain matrix product with torch's own kernel."""
 
-    dense = True
-
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
+        self.nbytes, self.row_multiple = weight.nbytes, 1
+
+    def dtype(self, rows: int) -> torch.dtype:
+        return self.weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
 
 class PackedLinear:
-    """A dense matrix in oneDNN's own order, packed once."""
-
-    dense = True
+    """A dense matrix in oneDNN's own order, packed once. Padding rows to `row_multiple` gives a row the same bits
+    however many there are (measured: bfloat16 fails at one row, float32 below four)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.nbytes = weight.nbytes
+        self.nbytes, self.row_multiple = weight.nbytes, 4 if weight.dtype == torch.float32 else 2
+        self._dtype = weight.dtype
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
         self._bias = bias
+
+    def dtype(self, rows: int) -> torch.dtype:
+        return self._dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], None)
@@ -77,11 +81,14 @@ class PackedLinear:
 class QuantizedLinear:
     """Int4 products, their sum, and a bias."""
 
-    dense = False
+    row_multiple = 1
 
     def __init__(self, parts: tuple[quantized.Int4, ...], bias: Tensor | None = None) -> None:
         self._first, self._rest, self._bias = parts[0], parts[1:], bias
         self.nbytes = sum(part.nbytes for part in parts)
+
+    def dtype(self, rows: int) -> torch.dtype:
+        return torch.bfloat16
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self._first(x)
@@ -93,11 +100,14 @@ class QuantizedLinear:
 class RowsLinear:
     """Few rows through one kernel, many through another with the same effective weights."""
 
-    dense = True
+    row_multiple = 1
 
     def __init__(self, few: QuantizedLinear, many: PackedLinear, border: int) -> None:
         self._few, self._many, self._border = few, many, border
         self.nbytes = few.nbytes
+
+    def dtype(self, rows: int) -> torch.dtype:
+        return (self._few if rows < self._border else self._many).dtype(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._few(x) if x.shape[0] < self._border else self._many(x)
@@ -106,53 +116,83 @@ class RowsLinear:
 class StackedLinear:
     """Matrices of unlike formats, side by side."""
 
-    def __init__(self, parts: list[Any]) -> None:
+    def __init__(self, parts: list[AnyLinear]) -> None:
         self._parts = parts
-        self.dense = any(part.dense for part in parts)
-        self.nbytes = sum(part.nbytes for part in parts)
+        self.nbytes: int = sum(part.nbytes for part in parts)
+        self.row_multiple: int = max(part.row_multiple for part in parts)
+
+    def dtype(self, rows: int) -> torch.dtype:
+        return self._parts[0].dtype(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self._parts], dim=1)
+        return torch.cat([part(x.to(part.dtype(x.shape[0]))).to(x.dtype) for part in self._parts], dim=1)
 
 
 AnyLinear = DenseLinear | PackedLinear | QuantizedLinear | RowsLinear | StackedLinear
+"""`dtype(rows)`: what it takes and gives at that many rows. `row_multiple`: what rows must be padded to under invariant
+numerics. `nbytes`: what one row reads."""
 
 
-def linear(weights: list[Weight], precision: Precision, bias: Tensor | None = None) -> AnyLinear:
+def linear(weights: list[Weight], precision: Precision, bias: Tensor | None = None, *, head: bool = False) -> AnyLinear:
     """The product with `weights` stacked along their rows, by the kernel that `precision` asks for."""
     kept = [weight for weight in weights if isinstance(weight, Grouped) and quantized.packable(weight)]
-    if not precision.quantized or not kept:
+    if not precision.quantized or not kept or (head and precision.dense_head):
         stacked = torch.cat([dense(weight, precision.dtype).to(precision.device) for weight in weights])
-        bias = bias if bias is None else bias.to(precision.device, precision.dtype)
-        return _dense_linear(stacked, precision, bias)
+        return _dense(stacked, precision, bias)
     whole = quantized.concatenated(kept) if len(kept) == len(weights) else None
     if whole is None:
-        if len(weights) == 1:
-            raise WeightsError("a single matrix can't differ from itself")
-        sizes = [weight.shape[0] for weight in weights]
-        biases = torch.split(bias, sizes) if bias is not None else [None] * len(weights)
+        biases = (
+            torch.split(bias, [weight.shape[0] for weight in weights]) if bias is not None else [None] * len(weights)
+        )
         return StackedLinear([linear([weight], precision, part) for weight, part in zip(weights, biases, strict=True)])
-    bias = bias if bias is None else bias.to(precision.dtype)
-    few = QuantizedLinear(quantized.pack(whole), bias)
-    if precision.invariant:
-        return few
-    return RowsLinear(few, PackedLinear(quantized.effective(whole).to(precision.dtype), bias), precision.many_rows)
+    many = precision.many_head if head else precision.many
+    if many is None:
+        return _quantized(whole, bias)
+    copy = PackedLinear(quantized.effective(whole).to(many.dtype), None if bias is None else bias.to(many.dtype))
+    return copy if many.rows <= 1 else RowsLinear(_quantized(whole, bias), copy, many.rows)
 
 
-def _dense_linear(weight: Tensor, precision: Precision, bias: Tensor | None) -> AnyLinear:
-    if precision.device.type == "cpu":
-        return PackedLinear(weight, bias)
-    return DenseLinear(weight.contiguous(), bias)
+def _quantized(weight: Grouped, bias: Tensor | None) -> QuantizedLinear:
+    return QuantizedLinear(quantized.pack(weight), None if bias is None else bias.to(torch.bfloat16))
+
+
+def _dense(weight: Tensor, precision: Precision, bias: Tensor | None) -> AnyLinear:
+    bias = bias if bias is None else bias.to(precision.device, precision.dtype)
+    return PackedLinear(weight, bias) if precision.device.type == "cpu" else DenseLinear(weight, bias)
 
 
 class RmsNorm:
-    """x / sqrt(mean(x²) + eps) * weight, computed in float32 (Zhang and Sennrich, 2019)."""
+    """x / sqrt(mean(x²) + eps) * weight, computed in float32 (Zhang and Sennrich, 2019). `weight` is float32."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._scale = weight, 1.0 / weight.shape[0]
+        self._eps = torch.tensor(eps, device=weight.device)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` [..., width] normalised, in `dtype`. Four small kernels: torch's own composite takes nine on the CPU."""
+        length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+        inverse = torch.addcmul(self._eps, length, length, value=self._scale).rsqrt_()
+        return (x * inverse).mul_(self._weight).to(dtype)
+
+
+class FusedRmsNorm:
+    """The same in torch's one kernel, for devices where that is one."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._weight, self._eps, self._shape = weight, eps, (weight.shape[0],)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self._shape, self._weight, self._eps)
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return functional.rms_norm(x, self._shape, self._weight, self._eps).to(dtype)
+
+
+Norm = RmsNorm | FusedRmsNorm
+
+
+def rms_norm(weight: Weight, eps: float, precision: Precision) -> Norm:
+    """The norm of `weight` on the model's device."""
+    if precision.device.type == "cpu":
+        return RmsNorm(dense(weight, torch.float32), eps)
+    return FusedRmsNorm(dense(weight, precision.residual).to(precision.device), eps)
 
 
 def rope_frequencies(config: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
@@ -184,23 +224,20 @@ def rope_frequencies(config: Mapping[str, Any], head_dim: int) -> tuple[Tensor, 
 class Rope:
     """Rotary embedding, half-split. The tables hold every position: cos and signed sin, float32 [context, dim]."""
 
-    def __init__(self, inverse: Tensor, context: int, precision: Precision) -> None:
+    def __init__(self, inverse: Tensor, context: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(context, dtype=torch.float32), inverse)
-        self._cos = torch.cat((angles.cos(), angles.cos()), 1).to(precision.device, precision.dtype)
-        self._sin = torch.cat((-angles.sin(), angles.sin()), 1).to(precision.device, precision.dtype)
+        self._cos = torch.cat((angles.cos(), angles.cos()), 1).to(device)
+        self._sin = torch.cat((-angles.sin(), angles.sin()), 1).to(device)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of `positions` [n], each [n, 1, dim]."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of `positions` [n], each [n, 1, dim] in `dtype`."""
+        return self._cos[positions].to(dtype).unsqueeze(1), self._sin[positions].to(dtype).unsqueeze(1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [n, heads, dim] rotated: x * cos + (second half, first half) * signed sin."""
-    half = x.shape[-1] // 2
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half])
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return out
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates `x` [n, heads, dim] in place: x * cos + (second half, first half) * signed sin."""
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)  # type: ignore[no-untyped-call]
+    return x.mul_(cos).addcmul_(swapped, sin)
 
 
 @dataclass(frozen=True, slots=True)

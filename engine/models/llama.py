@@ -19,13 +19,14 @@ from engine.config import EngineConfig, Manifest
 from engine.models.errors import WeightsError
 from engine.models.layers import (
     AnyLinear,
+    Norm,
     Precision,
-    RmsNorm,
     Rope,
     kv_share,
     linear,
+    rms_norm,
     rope_frequencies,
-    rotate,
+    rotate_,
     share,
 )
 from engine.models.weights import Weight, WeightSource, columns, dense, rows
@@ -79,7 +80,6 @@ class Layer:
         query = share(shape.heads, group.rank, group.size, "attention heads")
         kv = kv_share(shape.kv_heads, group.rank, group.size)
         inner = share(shape.intermediate, group.rank, group.size, "intermediate features")
-        self._split = [query.count * width, kv.count * width, kv.count * width]
         self._heads, self._kv_heads, self._dim = query.count, kv.count, width
 
         def heads_of(name: str, total: int, part: tuple[int, int]) -> tuple[Weight, Tensor | None]:
@@ -109,9 +109,8 @@ class Layer:
         down = source.get(prefix + "mlp.down_proj.weight", (shape.hidden, shape.intermediate))
         self.down = linear([columns(down, inner.start, inner.count)], precision)
 
-        def norm(name: str, size: int) -> RmsNorm:
-            weight = dense(source.get(prefix + name + ".weight", (size,)), precision.dtype)
-            return RmsNorm(weight.to(precision.device), shape.eps)
+        def norm(name: str, size: int) -> Norm:
+            return rms_norm(source.get(prefix + name + ".weight", (size,)), shape.eps, precision)
 
         self.before, self.between = (
             norm("input_layernorm", shape.hidden),
@@ -134,18 +133,21 @@ class Layer:
         metadata: Metadata,
         group: Collectives,
     ) -> Tensor:
-        """The residual stream `x` [n, hidden] after this layer."""
-        projected = self.qkv(self.before(x))
-        both, value = torch.split(projected, [self._split[0] + self._split[1], self._split[2]], dim=1)
-        both = both.view(len(both), -1, self._dim)
+        """Adds this layer to the residual stream `x` [n, hidden], in place. `rotation` has the kernels' dtype."""
+        dtype, heads = rotation[0].dtype, self._heads
+        projected = self.qkv(self.before(x, dtype)).view(len(x), -1, self._dim)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = torch.split(both, [self._heads, self._kv_heads], dim=1)
-            both = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
-        query, key = torch.split(rotate(both, *rotation), [self._heads, self._kv_heads], dim=1)
-        mixed = attention.forward(query, key, value.view(len(value), -1, self._dim), index, metadata)
-        x = x + group.sum(self.output(mixed))
-        gate, up = self.gate_up(self.between(x)).chunk(2, dim=1)
-        return x + group.sum(self.down(functional.silu(gate) * up))
+            for part, norm in (
+                (projected[:, :heads], self.query_norm),
+                (projected[:, heads : -self._kv_heads], self.key_norm),
+            ):
+                part.copy_(norm(part, dtype))
+        rotate_(projected[:, : -self._kv_heads], *rotation)
+        mixed = attention.forward(projected[:, :heads], projected[:, heads:], index, metadata)
+        x.add_(group.sum(self.output(mixed)))
+        gate, up = self.gate_up(self.between(x, dtype)).chunk(2, dim=1)
+        x.add_(group.sum(self.down(functional.silu(gate).mul_(up))))
+        return x
 
 
 class Llama:
@@ -168,19 +170,18 @@ class Llama:
         self.kv_heads = kv_share(shape.kv_heads, group.rank, group.size).count
         self.heads = shape.heads // group.size
         self._embedding = dense(table, precision.dtype).to(precision.device)
-        norm = dense(source.get("model.norm.weight", (shape.hidden,)), precision.dtype)
-        self._norm = RmsNorm(norm.to(precision.device), shape.eps)
+        self._norm = rms_norm(source.get("model.norm.weight", (shape.hidden,)), shape.eps, precision)
         tied = not source.has("lm_head.weight")
         head = table if tied else source.get("lm_head.weight", (shape.vocab, shape.hidden))
         self._vocab_part = -(-shape.vocab // group.size)
         start = group.rank * self._vocab_part
-        self.head = linear([rows(head, start, min(self._vocab_part, shape.vocab - start))], precision)
-        linears = [part for layer in self.layers for part in layer.linears] + [self.head]
-        self.row_multiple = precision.row_multiple if any(part.dense for part in linears) else 1
+        self.head = linear([rows(head, start, min(self._vocab_part, shape.vocab - start))], precision, head=True)
+        linears = [part for layer in self.layers for part in layer.linears]
+        self.row_multiple = max(part.row_multiple for part in linears) if precision.invariant else 1
         inverse, _ = rope_frequencies(config, shape.head_dim)
         if source.has("rope_freqs.weight"):
             inverse = inverse / dense(source.get("rope_freqs.weight", (shape.head_dim // 2,)), torch.float32)
-        self._rope = Rope(inverse, context, precision)
+        self._rope = Rope(inverse, context, precision.device)
 
     @property
     def weight_bytes(self) -> int:
@@ -195,18 +196,18 @@ class Llama:
 
     def forward(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, metadata: Metadata) -> Tensor:
         """Hidden rows [n, hidden] of token `ids` at `positions`, both int64 [n], before the last norm."""
-        x = functional.embedding(ids, self._embedding)
-        rotation = self._rope.at(positions)
+        x = functional.embedding(ids, self._embedding).to(self.precision.residual)
+        rotation = self._rope.at(positions, self.layers[0].qkv.dtype(len(ids)))
         for index, layer in enumerate(self.layers):
             x = layer(x, index, rotation, attention, metadata, self._group)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of hidden rows [n, hidden]."""
-        count, multiple = hidden.shape[0], self.row_multiple
-        padding = -count % multiple
+        count = hidden.shape[0]
+        padding = -count % self.head.row_multiple if self.precision.invariant else 0
         padded = functional.pad(hidden, (0, 0, 0, padding)) if padding else hidden
-        part = self.head(self._norm(padded))[:count].float()
+        part = self.head(self._norm(padded, self.head.dtype(len(padded))))[:count].float()
         return self._group.gather_columns(part, self._vocab_part, self.shape.vocab)
 
 
