@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from engine.recipes.recipe import Recipe
 from engine.text.control import ControlTokens, Segment
 from engine.text.effort import resolve
 from engine.text.render import JinjaRenderer, Opening, Renderer, RenderOptions
@@ -83,15 +82,15 @@ class ConversationRenderer:
 
 def renderer_for(model: ModelPort) -> Renderer | None:
     """The renderer of `model`: its checkpoint's template, else the recipe's; None when it has neither."""
-    control = ControlTokens(control_spellings(model))
     source = model.template
     name = model.recipe.template
     if source is None and name is not None:
         if name.startswith("native:"):
-            return _native(name.removeprefix("native:"), model.recipe, control)
+            return _native(name.removeprefix("native:"))
         source = own_template(name)
     if source is None:
         return None
+    control = ControlTokens(control_spellings(model))
     return JinjaRenderer(ChatTemplate(source, _special_variables(model)), model.recipe, control)
 
 
@@ -115,8 +114,20 @@ def refuse_images(messages: Iterable[Message]) -> None:
                 raise RequestError(f"messages[{index}] holds an image, but the model takes text only", field="messages")
 
 
-def _native(name: str, recipe: Recipe, control: ControlTokens) -> Renderer:
-    raise ValueError(f"recipe {recipe.name}: no encoder named {name!r} for {control!r}")
+def _native(name: str) -> Renderer:
+    """Raises ValueError when the encoder's package isn't installed."""
+    from engine.text.deepseek import DeepSeekRenderer
+    from engine.text.kimi import KimiRenderer
+
+    try:
+        match name:
+            case "deepseek4" | "deepseek41":
+                return DeepSeekRenderer(name)
+            case "kimi3":
+                return KimiRenderer()
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    raise ValueError(f"there is no prompt encoder named {name!r}")
 
 
 def _instructions(required: bool, constraint: Constraint | None) -> Iterable[str]:
