@@ -222,6 +222,11 @@ def _object(about: str, *required: str, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "description": about, "required": list(required), "properties": {**known, **properties}}
 
 
+_EVENT: Final = {
+    "type": "object",
+    "description": "One server-sent event; `data` is a JSON text, or [DONE] at the end of Chat and Completions.",
+    "properties": {"event": _STRING, "data": _STRING},
+}
 _INTEGER: Final = {"type": "integer"}
 _LIST: Final = {"type": "array", "items": {"type": "object"}}
 ANSWERS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -323,7 +328,7 @@ def _success(operation: Operation) -> dict[str, Any]:
     reference = {"schema": {"$ref": _REFERENCE + operation.answer}}
     content = {media: reference for media in _OTHER_MEDIA.get(operation.answer, (_JSON,))}
     if operation.streams:
-        content["text/event-stream"] = {"schema": _STRING}
+        content["text/event-stream"] = {"schema": _EVENT}
     return {"description": _REASONS[200], "content": content}
 
 
