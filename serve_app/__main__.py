@@ -100,6 +100,7 @@ def _serve(settings: Settings, began: float) -> int:
     directory = set_flags(settings) if settings.graph.address is None else None  # before anything imports ray
     try:
         startup = _start_ray(startup)
+        _stop_on_signals(stop)  # ray.init put a handler of its own for SIGTERM
         _deploy(startup, stop, deployed)
         if not stop.is_set():
             url = _wait_until_ready(settings, stop)

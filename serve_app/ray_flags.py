@@ -32,6 +32,7 @@ def set_flags(settings: Settings) -> Path | None:
     }
     if settings.graph.fast:
         flags["RAY_SERVE_THROUGHPUT_OPTIMIZED"] = "1"
+        flags["RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE"] = "1"  # else logs come a thousand lines late
         # Without HAProxy, the Python proxy's own hop to the replicas stays on actor calls unless told otherwise.
         flags["RAY_SERVE_PROXY_USE_GRPC"] = "1"
         if has_haproxy():

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -124,6 +123,23 @@ def test_one_full_replica_sends_the_group_to_the_other_and_two_answer_429(full: 
     quiet(full)
 
 
+def test_a_killed_ingress_frees_its_slots(full: Graph) -> None:
+    reader = RawRequest(full.port, CHAT, SLOW)
+    reader.read_until(b'"content":"')
+    (ingress,) = full.pids("ServeReplica:openai")
+    os.kill(ingress, signal.SIGKILL)
+
+    def free() -> bool:
+        try:
+            return full.metrics()["http_slots_in_use"] == 0
+        except (OSError, ValueError):
+            return False
+
+    wait_until(free, 60, 0.2)
+    reader.close()
+    assert answered(full.post(CHAT, chat("hi"))) == FAST
+
+
 def test_a_killed_rank_is_a_pause(full: Graph) -> None:
     """Streams on the engine whose rank dies go on where they were: no token lost, none repeated."""
     readers = [RawRequest(full.port, CHAT, SLOW) for _ in range(6)]
@@ -171,29 +187,13 @@ def test_a_killed_hub_forgets_nothing(full: Graph) -> None:
     assert full.get("/v1/models") == card
 
 
-def test_a_killed_ingress_frees_its_slots(full: Graph) -> None:
-    reader = RawRequest(full.port, CHAT, SLOW)
-    reader.read_until(b'"content":"')
-    (ingress,) = full.pids("ServeReplica:openai")
-    os.kill(ingress, signal.SIGKILL)
-
-    def free() -> bool:
-        try:
-            return full.metrics()["http_slots_in_use"] == 0
-        except (OSError, ValueError):
-            return False
-
-    wait_until(free, 60, 0.2)
-    reader.close()
-    assert answered(full.post(CHAT, chat("hi"))) == FAST
-
-
 def test_an_orderly_end_lets_streams_finish(full: Graph) -> None:
-    """Last: it ends the graph. Nothing else than its ready line was ever printed."""
+    """Last: it ends the graph."""
     reader = RawRequest(full.port, CHAT, SLOW)
     reader.read_until(b'"content":"')
     full.process.send_signal(signal.SIGTERM)
     assert counted(reader) == COUNTED
     assert full.process.wait(60) == 0
-    (line,) = Path(full.log).read_text().splitlines()
-    assert line.startswith("Flare serves counting at ")
+    log = full.log.read_text()
+    assert "Flare serves counting at " in log
+    assert "Traceback" not in log

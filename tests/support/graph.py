@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 150.0
+START_SECONDS = 240.0
 SMALL = ("kv_bytes=134217728", "drain_seconds=1")
 """Settings that keep a test's graph small and quick to stop."""
 
