@@ -119,11 +119,14 @@ class ConstrainedDecoding:
         syntax = self._syntax
         if syntax is None:
             return self._answer is not None and self._answer.advance(token)
-        events = syntax.feed(self._segment(token))
+        segment = self._segment(token)
+        events = syntax.feed(segment)
         if syntax.phase == "free":
             self._answer = self._opener = None
             return True
-        if syntax.attempt == self._attempt:
+        if segment.text and syntax.attempt == self._attempt and syntax.phase == "start" and not syntax.held:
+            self._begin(syntax)  # whitespace between calls, which belongs to neither
+        elif syntax.attempt == self._attempt:
             self._answer = _advanced(self._answer, token)
             self._opener = _advanced(self._opener, token) if syntax.phase == "start" else None
         else:

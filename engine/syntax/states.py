@@ -174,7 +174,7 @@ def standard(
             (*after_call, *content),
             otherwise="verbatim" if setup.structured else "content",
             skip=WHITESPACE,
-            lead="join",
+            lead="drop" if setup.structured else "join",
             due=setup.structured,
             openers=tuple(behind_space(pattern) for pattern in (*openers, *(rule.pattern for rule in after_call))),
         ),

@@ -152,7 +152,7 @@ def test_a_call_instead_of_the_answer(recipe: str) -> None:
 def test_an_answer_after_a_call(recipe: str) -> None:
     it = rig(recipe)
     decoding = it.decoding(OPENING[recipe])
-    ids = it.ids(f"{REASONING[recipe]}{CALLS[recipe]}\n{CALLS[recipe]}") + it.ids(ANSWER)
+    ids = it.ids(f"{REASONING[recipe]}{CALLS[recipe]}\n{CALLS[recipe]}\n \n") + it.ids(ANSWER)
     allowed(decoding, ids)
     assert decoding.allows(it.eos[0])
     folded = it.folded(ids, OPENING[recipe])
@@ -205,6 +205,13 @@ def test_a_raw_prompt_is_all_answer() -> None:
     assert decoding.finished
     assert decoding.allows(it.eos[0])
     assert not decoding.advance(ord("x"))
+
+
+def test_an_answer_may_begin_in_the_middle_of_a_character() -> None:
+    it = rig("qwen38")
+    decoding = it.decoding("content", constraint=Constraint("choice", '["é", "ü"]'))
+    allowed(decoding, list("é".encode()))
+    assert decoding.allows(it.eos[0])
 
 
 def test_every_id_that_ends_the_output_may_follow_the_answer() -> None:
