@@ -49,8 +49,8 @@ class ControlTokens:
 
     def __init__(self, spellings: Iterable[str]) -> None:
         words = sorted({word for word in spellings if len(word) > 1 and not word.isspace()})
-        self._pattern = re.compile(_trie_pattern(words), re.DOTALL) if words else None
-        self._inside = re.compile(f"(?={_trie_pattern(words)})(.)", re.DOTALL) if words else None
+        self._pattern = re.compile(trie_pattern(words), re.DOTALL) if words else None
+        self._inside = re.compile(f"(?={trie_pattern(words)})(.)", re.DOTALL) if words else None
         self._heads = frozenset(word[:n] for word in words for n in range(1, len(word)))
         self._tails = frozenset(word[-n:] for word in words for n in range(1, len(word)))
         self._longest = max((len(word) for word in words), default=0)
@@ -113,7 +113,7 @@ class ControlTokens:
         return any(text[:n] in self._tails for n in range(1, min(len(text), self._longest) + 1))
 
 
-def _trie_pattern(words: Sequence[str]) -> str:
+def trie_pattern(words: Sequence[str]) -> str:
     """A regular expression matching the longest of `words`, shared prefixes factored."""
     trie: dict[str, Any] = {}
     for word in words:

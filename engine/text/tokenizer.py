@@ -19,6 +19,8 @@ from typing import Any, Final
 import numpy as np
 from tokenizers import Tokenizer as LibraryTokenizer
 
+from engine.text.pieces import Pieces
+
 Segment = tuple[str, bool]
 """Text, and whether control tokens spelled in it are to be recognised."""
 
@@ -143,7 +145,12 @@ class Tokenizer:
         self._full.no_truncation()
 
     @cached_property
-    def _plain(self) -> LibraryTokenizer:
+    def _trusted(self) -> Pieces:
+        added = json.loads(self._definition).get("added_tokens") or []
+        return Pieces(self._full, added, _contents([entry for entry in added if is_control(entry)]))
+
+    @cached_property
+    def _plain(self) -> Pieces:
         """The same tokenizer without control tokens, so that no text can produce one. Made when a text spells one."""
         definition = json.loads(self._definition)
         definition.setdefault("added_tokens", [])
@@ -155,16 +162,18 @@ class Tokenizer:
         plain = LibraryTokenizer.from_str(json.dumps({**definition, "added_tokens": kept, "post_processor": None}))
         plain.no_padding()
         plain.no_truncation()
-        return plain
+        return Pieces(plain, kept)
 
     def encode(self, text: str, *, specials: bool, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`. `specials`: control tokens spelled in it become control tokens. `add_special_tokens`: the
         tokenizer's own frame (BOS and the like) is added."""
+        if specials and add_special_tokens:
+            return list(self._full.encode(text, add_special_tokens=True).ids)
+        ids = self._trusted.encode(text)
         if specials:
-            return list(self._full.encode(text, add_special_tokens=add_special_tokens).ids)
-        ids = list(self._full.encode(text, add_special_tokens=False).ids)
+            return ids
         if not self._tokens.controls.isdisjoint(ids):
-            ids = list(self._plain.encode(text, add_special_tokens=False).ids)
+            ids = self._plain.encode(text)
         return self._framed(ids) if add_special_tokens else ids
 
     def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
