@@ -7,6 +7,7 @@ first generated token are the answer. What confidence means is each protocol's o
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -188,14 +189,22 @@ class DecisionScorer:
         self, api: Api, state: Content, questions: Sequence[Question]
     ) -> list[tuple[PreparedRequest, tuple[int, ...]]]:
         one_turn = await self._needs_one_turn(api, state, questions[0])
+        work = (self._compiled(api, state, question, one_turn) for question in questions)
         compiled = []
-        for question in questions:
-            request, ids = await self._labelled(api, state, question, one_turn)
-            prepared = await self._prompts.prepare(request)
-            if prepared.children[0].opening == "reasoning":
-                raise InvalidRequest("the model's template always opens reasoning, so labels can't be read from it")
-            compiled.append((prepared, ids))
+        for found in await asyncio.gather(*work, return_exceptions=True):
+            if isinstance(found, BaseException):
+                raise found
+            compiled.append(found)
         return compiled
+
+    async def _compiled(
+        self, api: Api, state: Content, question: Question, one_turn: bool
+    ) -> tuple[PreparedRequest, tuple[int, ...]]:
+        request, ids = await self._labelled(api, state, question, one_turn)
+        prepared = await self._prompts.prepare(request)
+        if prepared.children[0].opening == "reasoning":
+            raise InvalidRequest("the model's template always opens reasoning, so labels can't be read from it")
+        return prepared, ids
 
     async def _needs_one_turn(self, api: Api, state: Content, question: Question) -> bool:
         """Whether the template refuses two user messages in a row but takes one."""
@@ -224,12 +233,13 @@ class DecisionScorer:
         labels = pool[:wanted]
         for _ in range(len(pool)):
             request = _request(api, conversation(state, question, labels, one_turn=one_turn))
-            candidates = (*labels, *(label for label in pool if label not in labels))
-            ids = dict(zip(candidates, await self._prompts.label_ids(request, candidates), strict=True))
-            usable = _distinct([label for label in pool if ids[label] is not None], ids)
-            if usable[:wanted] == list(labels):
-                chosen = tuple(id for label in labels if (id := ids[label]) is not None)
+            found = await self._prompts.label_ids(request, labels)
+            chosen = tuple(dict.fromkeys(id for id in found if id is not None))
+            if len(chosen) == wanted:
                 return replace(request, output=OutputOptions(logprobs=0, logprob_token_ids=chosen)), chosen
+            others = tuple(label for label in pool if label not in labels)
+            ids = dict(zip((*labels, *others), (*found, *await self._prompts.label_ids(request, others)), strict=True))
+            usable = _distinct([label for label in pool if ids[label] is not None], ids)
             if len(usable) < wanted:
                 raise InvalidRequest(
                     f"a question has {wanted} options, but the loaded model has only {len(usable)} labels of one token"
