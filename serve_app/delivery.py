@@ -13,6 +13,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol
 
+import orjson
+
 from engine.types.events import ReasoningDelta, SemanticEvent, Terminated, TextDelta, Update
 from protocols.accumulator import failure
 from protocols.encoder import Encoder
@@ -121,6 +123,10 @@ class Response:
                 self.error = ExecutionFailed("internal error while producing the response")
         return self.encoder.fail(self.error)
 
+    def whole(self) -> bytes:
+        """The buffered answer's JSON. Raises ProtocolError."""
+        return orjson.dumps(self.encoder.result())
+
     def outcomes(self) -> tuple[Outcome, ...]:
         """Per choice; those that a failure took down with it failed too."""
         if self.error is None:
@@ -162,13 +168,12 @@ class _Finish:
         self._response.generation.finish(self._response.outcomes())
 
 
-async def buffer(response: Response) -> dict[str, Any]:
-    """The whole result. Raises ProtocolError when a choice failed. The caller finishes the generation after delivery,
-    with `finishing`."""
+async def buffer(response: Response) -> None:
+    """Waits for the whole response. Raises ProtocolError when a choice failed. The caller finishes the generation after
+    delivery, with `finishing`."""
     await response.run()
     if response.error is not None:
         raise response.error
-    return response.encoder.result()
 
 
 def finishing(response: Response) -> contextlib.AbstractContextManager[None]:

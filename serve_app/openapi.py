@@ -326,7 +326,7 @@ def _security(operation: Operation) -> list[dict[str, list[str]]]:
 
 def _success(operation: Operation) -> dict[str, Any]:
     reference = {"schema": {"$ref": _REFERENCE + operation.answer}}
-    content = {media: reference for media in _OTHER_MEDIA.get(operation.answer, (_JSON,))}
+    content: dict[str, Any] = {media: reference for media in _OTHER_MEDIA.get(operation.answer, (_JSON,))}
     if operation.streams:
         content["text/event-stream"] = {"schema": _EVENT}
     return {"description": _REASONS[200], "content": content}

@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import orjson
-
 from engine.types.conversation import Conversation
 from engine.types.events import EngineEnd, Update
 from engine.types.request import PreparedRequest
@@ -90,18 +88,22 @@ async def _generate(
     if decoded.request.stream:
         await delivery.stream(response, request.send_started, request.extra, service.settings.keepalive_seconds)
     else:
-        await _buffered(request, response)
+        output = decoded.request.output
+        large = output.logprobs is not None or output.prompt_logprobs is not None
+        await _buffered(service, request, response, large=large)
 
 
-async def _buffered(request: Request, response: Response) -> None:
-    """Sends the whole result, or the error; an answer on its way to its reader still holds its slots."""
+async def _buffered(service: Service, request: Request, response: Response, *, large: bool) -> None:
+    """Sends the whole result, or the error; an answer on its way to its reader still holds its slots. `large`: a result
+    of many observations takes long to put together, which a worker does."""
     with delivery.finishing(response):
         try:
-            result = await delivery.buffer(response)
+            await delivery.buffer(response)
+            text = await service.workers.call(response.whole) if large else response.whole()
         except ProtocolError as error:
             await request.error(error)
             return
-        await request.answer(200, orjson.dumps(result))
+        await request.answer(200, text)
 
 
 async def _enqueue(service: Service, request: Request, prepared: PreparedRequest) -> Generation:

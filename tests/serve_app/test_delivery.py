@@ -282,7 +282,8 @@ async def test_buffered_text_counts_as_offered_and_updates_after_the_end_are_ign
     generation.text("ab")
     generation.say(Update(0, (TokenRecord(99),)))
     with delivery.finishing(response):
-        result = await delivery.buffer(response)
+        await delivery.buffer(response)
+        result = json.loads(response.whole())
     assert result["choices"][0]["text"] == "ab"
     assert result["usage"]["completion_tokens"] == 2
     assert told == [1.0]
@@ -298,5 +299,6 @@ async def test_interleaved_choices_keep_their_order() -> None:
     for child in (2, 0, 1):
         generation.end("eos", child)
     with delivery.finishing(response):
-        result = await delivery.buffer(response)
+        await delivery.buffer(response)
+        result = json.loads(response.whole())
     assert [choice["text"] for choice in result["choices"]] == ["abcdefghij", "bcdefghijk", "cdefghijkl"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from engine.types.events import TokenRecord, Update
 from engine.types.request import RequestError
 from protocols.errors import SlotsExhausted, Unavailable
+from serve_app.delivery import Response
 from serve_app.ingress.generation import _call_ids
 from serve_app.ingress.service import IngressSettings
 from tests.support.ingress import CHAT, Call, Reply, World, asynchronous, call
@@ -292,6 +294,23 @@ def test_call_ids_are_unique() -> None:
 
 
 # --- Chat's first delta, errors before it, keepalive
+
+
+@asynchronous
+async def test_observations_are_put_together_by_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    threads: list[int] = []
+    whole = Response.whole
+
+    def spy(response: Response) -> bytes:
+        threads.append(threading.get_ident())
+        return whole(response)
+
+    monkeypatch.setattr(Response, "whole", spy)
+    await call(world.app, "POST", CHAT_PATH, CHAT)
+    reply = await call(world.app, "POST", CHAT_PATH, {**CHAT, "logprobs": True})
+    assert reply.status == 200
+    assert threads[0] == threading.get_ident() != threads[1]
 
 
 @asynchronous

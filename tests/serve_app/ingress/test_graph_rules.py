@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ import openai
 import pytest
 
 from tests.support.disconnects import quiet
-from tests.support.graph import Graph, start_graph, wait_until
+from tests.support.graph import Graph, ready, start_graph, wait_until
 from tests.support.scripted import script, turn
 
 pytestmark = pytest.mark.graph
@@ -24,6 +26,7 @@ KEY = {"Authorization": "Bearer secret"}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 SETTINGS = (
     "layout=compact",
+    "ingresses=2",
     "max_requests=2",
     "max_http_requests=6",
     "keepalive_seconds=0.3",
@@ -292,3 +295,27 @@ def test_a_websocket_is_refused(tight: Graph) -> None:
         lines += ["Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", ""]
         plain.sendall("\r\n".join(lines).encode())
         assert b" 101 " not in plain.recv(4096)
+
+
+def test_every_ingress_tells_the_same_and_one_may_die(tight: Graph, stream: Open) -> None:
+    """Cards are the server's, not the process's; a dead ingress takes its own streams along and nothing else."""
+
+    def cards() -> set[str]:
+        found = set()
+        for _ in range(20):
+            with httpx.Client(base_url=tight.url, headers=KEY, timeout=30) as client:
+                found.add(client.get("/v1/models").text)
+        return found
+
+    ingresses = tight.pids("Ingress")
+    assert len(ingresses) == 2
+    before = cards()
+    assert len(before) == 1
+    running = [stream(asking("endless", max_tokens=50_000)) for _ in range(2)]
+    for one in running:
+        one.until(WORD)
+    os.kill(ingresses[0], signal.SIGKILL)
+    wait_until(lambda: len(tight.pids("Ingress")) == 2 and tight.pids("Ingress") != ingresses, 60)
+    wait_until(lambda: ready(tight), 60)
+    assert cards() == before
+    assert tight.metrics()["http_slots"] == 6
