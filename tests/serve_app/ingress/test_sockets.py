@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Callable
 from typing import Any
@@ -189,6 +190,34 @@ async def test_large_bodies_do_not_stop_a_stream() -> None:
         assert arrived > 20
         (await answer).end()
         assert (await large.answer()).status == 200
+        generation.end()
+
+
+@asynchronous
+async def test_bombs_do_not_stop_a_stream() -> None:
+    """32 bombs at once share two workers; the stream goes on between them and every bomb gets its 413."""
+    world = manual()
+    bomb = gzip.compress(bytes(40 * 2**20), 1)
+    async with served(world) as site:
+        reader = await site.connect()
+        reader.post(COMPLETIONS, {"prompt": "ab", "stream": True, "max_tokens": 10_000})
+        generation = await world.engine.arrival()
+        await reader.head()
+
+        async def attack() -> int:
+            client = await site.connect()
+            client.post(COMPLETIONS, bomb, "Content-Encoding: gzip")
+            return (await client.answer()).status
+
+        attacks = asyncio.gather(*(attack() for _ in range(32)))
+        arrived = 0
+        while not attacks.done():
+            generation.text("a")
+            arrived += len(await reader.chunk()) > 0
+            await asyncio.sleep(0.002)
+        assert await attacks == [413] * 32
+        assert arrived > 20
+        assert (world.service.pool.requests, world.service.pool.held_bytes) == (0, 0)
         generation.end()
 
 
