@@ -51,7 +51,7 @@ class ModelFacts:
     tools: bool = False
     thinking: bool = False
     images: ImageFacts = ImageFacts()
-    modes: Mapping[str, str] = field(default_factory=dict)
+    modes: Mapping[str, str | int | bool] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

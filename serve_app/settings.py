@@ -229,16 +229,26 @@ class Settings(Section):
                 raise SettingsError(f"sampling.{name}: the default {value} is outside its range [{low}, {high}]")
         return table
 
-    def published(self) -> dict[str, Any]:
-        """The effective values shown to clients: never keys, paths or addresses."""
-        engine = self.engine.model_dump(exclude={"weights_seed", "threads", "step_timeout", "kv_bytes"})
-        server = ("max_http_requests", "max_body_bytes", "thinking_token_budget", "default_max_tokens")
-        graph = {"layout": self.layout, "engines": self.graph.engines}
+    def published(self, *, device: str, numerics: str) -> dict[str, str | int | bool]:
+        """The values in force that clients may see, with what "auto" came to: a named subset, never keys, paths or
+        addresses. The model card adds those that it names itself."""
+        engine, server = self.engine, self.server
         return {
-            "server": {name: getattr(self.server, name) for name in server},
-            "engine": engine,
-            "logprobs": self.logprobs.model_dump(),
-            "graph": graph,
+            "device": device,
+            "numerics": numerics,
+            "dtype": engine.dtype,
+            "attention": engine.attention,
+            "tensor_parallel": engine.tensor_parallel,
+            "engines": self.graph.engines,
+            "layout": self.layout,
+            "prefix_cache": engine.prefix_cache,
+            "page_tokens": engine.page_tokens,
+            "step_tokens": engine.step_tokens,
+            "queue": engine.queue,
+            "max_http_requests": server.max_http_requests,
+            "max_body_bytes": server.max_body_bytes,
+            "prompt_logprobs": self.logprobs.prompt,
+            "logprob_token_ids": self.logprobs.token_ids,
         }
 
 

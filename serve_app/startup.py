@@ -58,6 +58,11 @@ class Startup:
         return asked if asked != "auto" else "fast" if self.device == "cuda" else "invariant"
 
     @property
+    def published(self) -> dict[str, str | int | bool]:
+        """See Settings.published."""
+        return self.settings.published(device=self.device, numerics=self.numerics)
+
+    @property
     def context(self) -> int:
         """Prompt plus output tokens."""
         return self.settings.engine.context or self.model.manifest.context
@@ -77,15 +82,16 @@ class Startup:
     @property
     def digest(self) -> str:
         """Names the model and the settings on which ingress, preprocessor and engine must agree."""
+        settings = self.settings
         told = {
             "model": self.model.manifest.digest,
             "context": self.context,
-            "device": self.device,
-            "numerics": self.numerics,
-            **self.settings.published(),
-            "sampling": self.settings.sampling.model_dump(),
+            "budgets": [settings.server.default_max_tokens, settings.server.thinking_token_budget],
+            "max_top": settings.logprobs.max_top,
+            "sampling": settings.sampling.model_dump(),
+            **self.published,
+            "layout": None,  # may differ between clients of one engine
         }
-        told["graph"] = None  # the layout may differ between clients of one engine
         return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
     @property
@@ -130,12 +136,7 @@ class Startup:
             sampling=self.settings.sampling_table(recipe.sampling),
             tools=recipe.tools,
             thinking=recipe.reasoning is not None,
-            modes={
-                "device": self.device,
-                "numerics": self.numerics,
-                "dtype": engine.dtype,
-                "attention": engine.attention,
-            },
+            modes=self.published,
         )
 
     @cached_property

@@ -148,11 +148,12 @@ def test_operator_sampling_wins_and_must_fit_its_range() -> None:
 
 def test_published_values_hold_no_key_and_no_path(tmp_path: Path) -> None:
     settings = load({"api_key": "sk-secret", "cache_dir": str(tmp_path), "model": str(tmp_path / "m")})
-    shown = repr(settings.published())
-    assert "sk-secret" not in shown
-    assert str(tmp_path) not in shown
+    published = settings.published(device="cpu", numerics="fast")
+    assert "sk-secret" not in repr(published)
+    assert str(tmp_path) not in repr(published)
     assert "sk-secret" not in repr(settings)
-    assert settings.published()["server"]["max_http_requests"] == settings.server.max_http_requests
+    assert (published["max_http_requests"], published["numerics"]) == (settings.server.max_http_requests, "fast")
+    assert not {"host", "port", "api_key", "source", "cache_dir", "address"} & set(published)
 
 
 def test_settings_are_frozen_and_picklable() -> None:
