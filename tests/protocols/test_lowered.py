@@ -104,6 +104,23 @@ def test_prefill_continues_without_a_new_turn(lowering: Lowering) -> None:
     assert prefilled != whole
 
 
+@pytest.mark.parametrize("recipe", ["deepseek4", "deepseek41"])
+def test_prefill_is_refused_where_the_encoder_has_none(recipe: str) -> None:
+    control = (
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        "<think>",
+        "</think>",
+    )
+    model = ByteModel(RECIPES[recipe], control, bos=control[0], eos=control[1:2])
+    lowering = Lowering(model, ServingLimits(context=CONTEXT, vocab_size=300))
+    assert ids(lowering, messages, message(USER))
+    with pytest.raises(RequestError, match="continu"):
+        ids(lowering, messages, message(USER, {"role": "assistant", "content": "The"}))
+
+
 def test_a_thinking_budget_is_only_a_hint_where_no_cap_exists() -> None:
     lowering = Lowering(smollm2(), ServingLimits(context=CONTEXT, vocab_size=300))
     hinted = message(USER, thinking={"type": "enabled", "budget_tokens": 2048})
