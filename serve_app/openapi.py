@@ -18,6 +18,7 @@ from protocols.chat.schema import ChatFields
 from protocols.completions.schema import CompletionFields
 from protocols.decisions import DecisionFields
 from protocols.errors import Family
+from protocols.messages.decode import VERSIONS
 from protocols.messages.schema import CreateFields, PromptFields
 from protocols.responses.schema import ResponsesFields
 from protocols.systemone import SystemOneFields
@@ -66,7 +67,7 @@ def _header(name: str, schema: Mapping[str, Any], about: str, *, required: bool 
 
 
 _STRING: Final = {"type": "string"}
-_VERSION: Final = _header("anthropic-version", {"const": "2023-06-01"}, "The API version.", required=True)
+_VERSION: Final = _header("anthropic-version", {"enum": list(VERSIONS)}, "The API version.", required=True)
 _BETA: Final = _header("anthropic-beta", _STRING, "Accepted and ignored.")
 _MODEL: Final = {
     "name": "model",

@@ -19,6 +19,8 @@ from protocols.structure import check_constraint, json_schema
 from protocols.tools import check_choice
 
 VERSION: Final = "2023-06-01"
+VERSIONS: Final = (VERSION, "2026-10-21")
+"""The documented version, and the one that the Anthropic SDK sends since 2.14: its requests have the same shapes."""
 LOW_BUDGET: Final = 5_000
 HIGH_BUDGET: Final = 20_000
 _REFUSED: Final = (
@@ -32,10 +34,10 @@ _HOSTED: Final[Mapping[str, tuple[object, ...]]] = {"mcp_servers": ([],), "conta
 
 
 def check_version(version: str | None) -> None:
-    """The `anthropic-version` header. Raises InvalidRequest unless it is the supported one."""
+    """The `anthropic-version` header. Raises InvalidRequest unless it is a supported one."""
     if version is None:
         raise refuse("anthropic-version", f"the header is required; send {VERSION}")
-    if version.strip() != VERSION:
+    if version.strip() not in VERSIONS:
         raise refuse("anthropic-version", f"'{version[:40]}' is not supported; send {VERSION}")
 
 

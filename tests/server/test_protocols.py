@@ -38,10 +38,8 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def claude(server: Server) -> Iterator[anthropic.Anthropic]:
-    """The header is given, since newer SDKs send a version of their own, which the API does not accept."""
-    with anthropic.Anthropic(
-        base_url=server.url, api_key=server.any_key, max_retries=0, default_headers=VERSION
-    ) as client:
+    """As a user makes it: the SDK sends the version that it knows."""
+    with anthropic.Anthropic(base_url=server.url, api_key=server.any_key, max_retries=0) as client:
         yield client
 
 

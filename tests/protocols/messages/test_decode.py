@@ -6,6 +6,7 @@ import base64
 from typing import Any
 
 import pytest
+from anthropic._constants import ANTHROPIC_API_VERSION
 
 from engine.types.constraint import Constraint
 from engine.types.conversation import (
@@ -576,6 +577,7 @@ def test_an_output_format_constrains_the_answer() -> None:
 
 def test_versions() -> None:
     check_version("2023-06-01")
+    check_version(ANTHROPIC_API_VERSION)
     for version in (None, "", "2023-01-01", "2023-06-01, 2023-06-01"):
         with pytest.raises(InvalidRequest, match="anthropic-version"):
             check_version(version)

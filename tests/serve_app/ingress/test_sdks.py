@@ -39,11 +39,7 @@ def openai_client(url: str, key: str = "secret") -> openai.OpenAI:
 
 
 def claude(url: str, *, api_key: str | None = None, auth_token: str | None = None) -> anthropic.Anthropic:
-    """The API takes one version; newer SDKs send another unless told."""
-    version = {"anthropic-version": "2023-06-01"}
-    return anthropic.Anthropic(
-        base_url=url, api_key=api_key, auth_token=auth_token, default_headers=version, max_retries=0, timeout=10
-    )
+    return anthropic.Anthropic(base_url=url, api_key=api_key, auth_token=auth_token, max_retries=0, timeout=10)
 
 
 @asynchronous
