@@ -137,7 +137,12 @@ def _start_ray(startup: Startup) -> Startup:
     if graph.address is not None:
         ray.init(address=graph.address, **common)
     else:
-        ray.init(address="local", include_dashboard=False, object_store_memory=graph.object_store_bytes, **common)
+        ray.init(
+            address="local",
+            include_dashboard=graph.dashboard,
+            object_store_memory=graph.object_store_bytes,
+            **common,
+        )
     return startup.on(cluster_device(startup.settings))
 
 

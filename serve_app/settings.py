@@ -163,7 +163,7 @@ class LogprobSettings(Section):
 class GraphSettings(Section):
     """Ray Serve. `layout` auto: compact below 8 cores, else full. `preprocessors` 0: lowering runs in the ingress
     process (the compact default). `address`: a running Ray cluster instead of one of our own. `fast`: HAProxy and
-    single-loop replicas. `drain_seconds`: how long a stopping replica waits for running requests. `rebuild_seconds`:
+    single-loop replicas. `dashboard`: Ray's own, on our own cluster. `drain_seconds`: how long a stopping replica waits for running requests. `rebuild_seconds`:
     how long a lost rank group may take to come back before the replica counts as unhealthy. `resubmit_seconds`: how
     long a request waits for another engine when its own is lost."""
 
@@ -174,6 +174,7 @@ class GraphSettings(Section):
     workers: Positive = 2
     address: str | None = None
     fast: bool = True
+    dashboard: bool = False
     object_store_bytes: Annotated[int, Field(ge=80 * 2**20)] = 128 * 2**20
     drain_seconds: Annotated[float, Field(ge=0)] = 10.0
     rebuild_seconds: Seconds = 300.0
