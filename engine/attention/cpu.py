@@ -191,7 +191,7 @@ class CpuAttention:
         lanes = self._lanes.layers[layer][call.first : call.first + call.count, : call.keys].transpose(1, 2)
         keys, values = lanes[:, : self._kv_heads], lanes[:, self._kv_heads :]
         mixed = functional.scaled_dot_product_attention(folded, keys, values, call.mask)
-        return mixed[:, :, : self._group].reshape(call.count, -1).to(query.dtype)
+        return mixed[:, :, : self._group].reshape(call.count, -1).to(query.dtype).contiguous()
 
     def _page_attention(self, query: Tensor, layer: int, call: PageCall) -> Tensor:
         """Rows of one chunk: [count, heads * dim]."""
