@@ -163,9 +163,9 @@ class LogprobSettings(Section):
 class GraphSettings(Section):
     """Ray Serve. `layout` auto: compact below 8 cores, else full. `preprocessors` 0: lowering runs in the ingress
     process (the compact default). `address`: a running Ray cluster instead of one of our own. `fast`: HAProxy and
-    single-loop replicas. `dashboard`: Ray's own, on our own cluster. `drain_seconds`: how long a stopping replica waits for running requests. `rebuild_seconds`:
-    how long a lost rank group may take to come back before the replica counts as unhealthy. `resubmit_seconds`: how
-    long a request waits for another engine when its own is lost."""
+    single-loop replicas. `dashboard`: Ray's own, on our own cluster. `drain_seconds`: how long a stopping replica waits
+    for running requests. `rebuild_seconds`: how long a lost rank group may take to come back before the replica counts
+    as unhealthy. `resubmit_seconds`: how long a request waits for another engine when its own is lost."""
 
     layout: Literal["auto", "compact", "full"] = "auto"
     engines: Positive = 1
