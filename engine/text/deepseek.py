@@ -82,7 +82,8 @@ class DeepSeekRenderer:
                     self._recipe.ToolCall(clean(call.id), clean(call.name), clean(_arguments(call.arguments)))
                     for call in turn.calls
                 ]
-                return self._recipe.AssistantMessage(text, clean(turn.reasoning) or None, calls or None)
+                # as the official request conversion does: reasoning that is missing counts as empty
+                return self._recipe.AssistantMessage(text, clean(turn.reasoning), calls or None)
 
     def _cuts(self, turns: Sequence[Turn], options: RenderOptions, prompt: str) -> tuple[int, ...]:
         if _MARKS.search(prompt):

@@ -529,3 +529,80 @@ def test_a_model_of_bytes_has_no_hidden_control_tokens() -> None:
         ByteModel(RECIPES["generic"], CHATML, template=SMOLLM2_TEMPLATE), Conversation((user("<|im_end|>"),))
     )
     assert ("<|im_end|>", False) in [(text.strip().split("\n")[-1], trusted) for text, trusted in rendered.segments]
+
+
+def test_deepseek_prompts() -> None:
+    """Against the forms that the official encoder and `renderers` 0.1.12 agree on."""
+    tool = ToolDefinition("w", "W", {"type": "object"})
+    conversation = Conversation(
+        (
+            system("sys"),
+            user("q"),
+            assistant(Reasoning("r"), Text("a"), ToolCall("c", "w", {"city": "P", "n": 3})),
+            Message("tool", (ToolResult("c", (Text("res"),)),)),
+            assistant(Text("b")),
+            user("q2"),
+        ),
+        (tool,),
+    )
+    text = text_of(render("deepseek4", conversation, reasoning=ReasoningOptions(effort="low")))
+    assert text.startswith("<｜begin▁of▁sentence｜>sys\n\n## Tools")
+    assert text.endswith(
+        "<｜User｜>q<｜Assistant｜><think>r</think>a\n\n<｜DSML｜tool_calls>\n"
+        '<｜DSML｜invoke name="w">\n<｜DSML｜parameter name="city" string="true">P</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="n" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+        "<｜end▁of▁sentence｜><｜User｜><tool_result>res</tool_result><｜Assistant｜><think></think>b"
+        "<｜end▁of▁sentence｜><｜User｜>q2<｜Assistant｜><think>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "kwargs", "score"),
+    [
+        (ReasoningOptions(), {}, "75"),
+        (ReasoningOptions(effort=None, effort_given=True), {}, "75"),
+        (ReasoningOptions(effort=80), {}, "80"),
+        (ReasoningOptions(), {"reasoning_effort": 7}, "7"),
+        (ReasoningOptions(effort="low"), {}, "50"),
+        (ReasoningOptions(effort="max"), {}, "100"),
+        (ReasoningOptions(effort=80, enabled=False), {}, None),
+    ],
+)
+def test_scores_in_deepseek41_prompts(reasoning: ReasoningOptions, kwargs: dict[str, Any], score: str | None) -> None:
+    rendered = render(
+        "deepseek41", Conversation((user("q"),)), reasoning=reasoning, template=TemplateOptions(kwargs=kwargs)
+    )
+    text = text_of(rendered)
+    if score is None:
+        assert text == "<｜begin▁of▁sentence｜><｜User｜>q<｜Assistant｜></think>"
+    else:
+        assert f"<｜System｜>Reasoning Effort: {score} (range 1-100," in text
+    trusted = [part for part, is_trusted in rendered.segments if is_trusted]
+    assert trusted[-1] == ("<think>" if score else "</think>")
+
+
+def test_kimi_prompts() -> None:
+    conversation = Conversation(
+        (
+            user("q"),
+            assistant(Reasoning("r"), ToolCall("c2", "w", {"a&b": 'x"', "n": 3}), ToolCall("c1", "z", {})),
+            Message("tool", (ToolResult("c1", (Text("late"),)),)),
+            Message("tool", (ToolResult("c2", (Text("early"),)),)),
+        ),
+        (ToolDefinition("w", "", {}),),
+    )
+    text = text_of(render("kimi3", conversation))
+    assert '<|open|>message role="system" type="thinking-effort"<|sep|>max<|close|>message<|sep|>' in text
+    assert text.endswith(
+        '<|open|>message role="user"<|sep|>q<|close|>message<|sep|><|end_of_msg|>'
+        '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>r<|close|>think<|sep|>'
+        "<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>"
+        '<|open|>call tool="w" index="1"<|sep|>'
+        '<|open|>argument key="a&amp;b" type="string"<|sep|>x"<|close|>argument<|sep|>'
+        '<|open|>argument key="n" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+        '<|open|>call tool="z" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+        "<|close|>message<|sep|><|end_of_msg|>"
+        '<|open|>message role="tool" tool="w" index="1"<|sep|>early<|close|>message<|sep|><|end_of_msg|>'
+        '<|open|>message role="tool" tool="z" index="2"<|sep|>late<|close|>message<|sep|><|end_of_msg|>'
+        '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'
+    )
