@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -124,7 +125,7 @@ def filters(repeats: int, threads: int) -> Iterator[dict[str, Any]]:
                 for slot in range(rows):
                     state.bind(SlotSetup(slot, params, 0, 0))
                 ready = state.rows(range(rows), torch.arange(rows))
-                times = [taken(lambda logits=logits, ready=ready: sample(logits, ready)) for _ in range(3 * repeats)]
+                times = [taken(partial(sample, logits, ready)) for _ in range(3 * repeats)]
                 best = min(time.cpu for time in times)
                 middle = statistics.median(time.wall for time in times)
                 yield {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,23 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield site
 
 
-def scripted_site(directory: Path, /, *, recipe: str = "qwen38", **settings: Any) -> Site:
-    source = script(directory, TURNS, recipe=recipe, chat_template=THINKING_TEMPLATE, bos="<|im_start|>")
+def scripted_site(
+    directory: Path,
+    /,
+    *,
+    recipe: str = "qwen38",
+    template: str = THINKING_TEMPLATE,
+    image_profile: Mapping[str, Any] | None = None,
+    prefill_delay_ms: float = 0.0,
+    **settings: Any,
+) -> Site:
+    """`prefill_delay_ms`: how long every prompt takes. `settings` are the product's."""
+    fields: dict[str, Any] = {"recipe": recipe, "chat_template": template, "bos": "<|im_start|>"}
+    if image_profile is not None:
+        fields["image_profile"] = dict(image_profile)
+    turns = [{**each, "prefill_delay_ms": prefill_delay_ms} for each in TURNS]
     engine = {"prefill_chunk": 16, "page_tokens": 16, **settings.pop("engine", {})}
-    return Site(source, cache=directory / "cache", engine=engine, **settings)
+    return Site(script(directory, turns, **fields), cache=directory / "cache", engine=engine, **settings)
 
 
 @pytest.fixture(scope="session")
