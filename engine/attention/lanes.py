@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from engine.attention.protocol import KvPool
+from engine.attention.protocol import KvPool, zeros
 
 _GROW_TOKENS = 512
 
@@ -105,8 +104,8 @@ class Lanes:
 
     def _resize(self, lanes: int, tokens: int) -> None:
         old = self.layers
-        row = self._pool.layers[0].shape[1:]
-        self.layers = [torch.zeros(lanes, tokens, *row, dtype=layer.dtype) for layer in self._pool.layers]
+        row = tuple(self._pool.layers[0].shape[1:])
+        self.layers = [zeros((lanes, tokens, *row), layer.dtype, layer.device) for layer in self._pool.layers]
         self.flat = [layer.flatten(0, 1) for layer in self.layers]
         for index, entry in enumerate(self._lanes):
             for before, after in zip(old, self.layers, strict=True):

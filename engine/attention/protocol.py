@@ -6,6 +6,7 @@ scheduler; page `pages` (one past the last) is padding: finite, written by padde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,10 @@ from torch import Tensor
 
 Metadata = Any
 """What a backend's `prepare` made for its own `forward`."""
+
+
+_ALIGNMENT = 64
+"""Bytes: a cache line, and a vector register."""
 
 
 class AttentionUnavailable(RuntimeError):
@@ -70,7 +75,7 @@ class KvPool:
     def __init__(self, pages: int, needs: Needs, device: torch.device) -> None:
         self.pages, self.page_tokens, self.kv_heads = pages, needs.page_tokens, needs.kv_heads
         shape = (needs.layers, pages + 1, needs.page_tokens, 2 * needs.kv_heads, needs.head_dim)
-        self.data = torch.zeros(shape, dtype=needs.dtype, device=device)
+        self.data = zeros(shape, needs.dtype, device)
         self.layers = [layer.flatten(0, 1) for layer in self.data.unbind(0)]
         """Per layer, by flat position: [(pages + 1) * page tokens, 2 * kv heads, head dim]."""
 
@@ -138,6 +143,16 @@ class AttentionBackend(Protocol):
         """Writes `kv` [rows, 2 * kv heads, dim], keys before values, to the pool and attends with `query` [rows, heads,
         dim], causally over each row's slot: [rows, heads * dim]. Padding rows give anything finite."""
         ...
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take memory only where they are written: torch fills its own at once, the system gives zero pages."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size + _ALIGNMENT, dtype=np.uint8))
+    start = -raw.data_ptr() % _ALIGNMENT
+    return raw[start : start + size].view(dtype).view(shape)
 
 
 def flat_positions(table: NDArray[np.int32], length: int, padded: int, pool: KvPool) -> NDArray[np.int64]:
