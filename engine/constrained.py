@@ -21,6 +21,7 @@ from engine.types.constraint import Constraint
 
 _MAX_NAME: Final = 128
 """Characters of a name that is generated under a mask."""
+_ANYTHING: Final = "/(?s:.*)/"
 
 
 class StructuredSyntax(Syntax, Protocol):
@@ -230,7 +231,10 @@ def _controls(tokens: TokensPort) -> _Controls:
 @lru_cache(maxsize=256)
 def _lark(patterns: tuple[Pattern, ...], controls: _Controls) -> str:
     """A Lark grammar of outputs that match one of `patterns`."""
-    options = [" ".join(_terms(element, controls) for element in pattern.elements) for pattern in patterns]
+    options = [
+        " ".join([*(_terms(element, controls) for element in pattern.elements), *([_ANYTHING] if pattern.free else [])])
+        for pattern in patterns
+    ]
     return "start: " + "\n     | ".join(options) + "\n"
 
 

@@ -30,12 +30,12 @@ OPENERS: Final = tuple(
             Space(),
             lit(f'<｜DSML｜{space}invoke name="'),
             Name('"', barred="<>\n"),
-        )
+        ),
+        free=True,
     )
     for space, outer in (("", "tool_calls"), (" ", "calls"))
 )
 """How the calls of V4 and V4.1 begin."""
-_DROPPED: Final = re.compile(r"\n+|</?think>")
 _PARTIAL: Final = tuple(CLOSE[:n] for n in range(1, len(CLOSE))) + tuple(MARK[:n] for n in range(1, len(MARK)))
 _STRUCTURE: Final = re.compile(r'\\.|["\\{}\[\]]', re.DOTALL)
 """A complete escape, or a character that matters; a lone backslash matches only at the end."""
@@ -105,7 +105,7 @@ class DeepSeekSyntax:
     @property
     def held(self) -> str:
         """Text that is not assigned to a region yet, the closing delimiter aside."""
-        return self._pending.rpartition(CLOSE)[2].lstrip("\n")
+        return self._pending.lstrip("\n")
 
     def feed(self, segment: Segment) -> list[SyntaxEvent]:
         text = segment.text
@@ -126,11 +126,16 @@ class DeepSeekSyntax:
             return self._taken()
         self._segments.append((segment.token, text))
         self._pending += text
-        self._push()
+        if self._structured and not self._calls:
+            self._await_answer()
+        else:
+            self._push()
         return self._taken()
 
     def finish(self, *, truncated: bool) -> list[SyntaxEvent]:
         if self._over in ("", "verbatim"):
+            if self._structured and self._closed and not self._calls and MARK not in self._pending:
+                self._begin_answer()
             if not self._over:
                 self._push()
             for region, text in self._parser.finish() if not self._over else ():
@@ -147,6 +152,31 @@ class DeepSeekSyntax:
         events, self._events = self._events, []
         return events
 
+    def _await_answer(self) -> None:
+        """In front of a constrained answer: the parser gets the reasoning and calls only, so that the answer is
+        verbatim from its first character."""
+        if not self._closed:
+            end = self._pending.find(CLOSE) + len(CLOSE)
+            if CLOSE not in self._pending or (self._tools_active and MARK in self._pending[:end]):
+                self._push()
+                return
+            rest = self._pending[end:]
+            unseen = "".join(self._unseen)
+            self._unseen = [unseen[: len(unseen) - len(rest)]]
+            self._push()
+            self._take(self._pending.find(CLOSE) + len(CLOSE), "control")
+            self._unseen, self._closed = [rest], True
+        start = self._pending.lstrip("\n")
+        if self._tools_active and start.startswith(MARK):
+            self._push()
+        elif start and not (self._tools_active and MARK.startswith(start)):
+            self._begin_answer()
+
+    def _begin_answer(self) -> None:
+        self._take(len(self._pending) - len(self._pending.lstrip("\n")), "control")
+        self._take(len(self._pending), "text")
+        self._over = "verbatim"
+
     def _push(self) -> None:
         """Gives the parser what it hasn't seen and receives what it makes of it."""
         text = "".join(self._unseen)
@@ -160,6 +190,8 @@ class DeepSeekSyntax:
         self._plain = self._begun and not self._calls and not self._pending.rstrip("\n")
 
     def _receive(self, region: Region, delta: Any) -> None:
+        if self._over:
+            return
         if region == "tool":
             self._closed = True
             self._receive_call(delta)
@@ -170,10 +202,8 @@ class DeepSeekSyntax:
         if not delta:
             return
         if region == "text" and self._structured:
-            self._closed = True
             self._align(delta, region, take=False)
-            self._take(len(self._pending), "text")
-            self._over = "verbatim"
+            self._begin_answer()
             return
         self._closed = self._closed or region == "text"
         self._region = region
@@ -181,12 +211,17 @@ class DeepSeekSyntax:
         self._align(delta, region)
 
     def _align(self, delta: str, region: Region, *, take: bool = True) -> None:
-        """Finds `delta` in the pending text, behind markup that the parser dropped, and publishes it."""
+        """Finds `delta` in the pending text, behind what the parser drops (closing delimiters, newlines around them),
+        and publishes it."""
         at = 0
-        while not self._pending.startswith(delta, at):
-            dropped = _DROPPED.match(self._pending, at)
-            at = dropped.end() if dropped else at + 1
-            if at >= len(self._pending):
+        while True:
+            if self._pending.startswith(CLOSE, at):
+                at += len(CLOSE)
+            elif self._pending.startswith(delta, at):
+                break
+            elif self._pending.startswith("\n", at):
+                at += 1
+            else:
                 raise AssertionError(f"the official parser published {delta!r}, which isn't in {self._pending!r}")
         self._take(at, "control")
         if take:
@@ -271,7 +306,10 @@ class _OpenCall:
                 self._depth += 1
             elif not self._quoted and char in "}]":
                 self._depth -= 1
-        return None if self._depth > 0 or self._quoted else self._checked("".join(self._parts))
+                if self._depth <= 0:
+                    whole = "".join(self._parts)
+                    return self._checked(whole[: len(whole) - len(text) + found.end()])
+        return None
 
     def _checked(self, text: str) -> str:
         try:

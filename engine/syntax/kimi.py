@@ -35,7 +35,10 @@ def layout(setup: Setup) -> Layout:
     into_answer = (literal(RESPONSE, "answer" if setup.structured else "content", trim=False), *tools)
     out = (literal(RESPONSE_END, "between"), literal(MESSAGE_END, "between"))
     between = (*into_answer, literal(THINK, "reasoning"), literal(THINK_END, "between"), *out)
-    openers = tuple(Pattern((lit(text),)) for text in (RESPONSE, THINK, *((TOOLS,) if setup.tools else ())))
+    openers = (
+        *(Pattern((lit(text),)) for text in (RESPONSE, THINK)),
+        *((Pattern((lit(TOOLS),), free=True),) if setup.tools else ()),
+    )
     states = {
         "reasoning": State("reasoning", (literal(THINK_END, "between"), *into_answer, *out), reasoning=True),
         "between": State(

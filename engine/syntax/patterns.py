@@ -63,10 +63,12 @@ Element = Lit | Space | Name | Word | Skip | Token
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The last `ahead` elements must match but are not consumed."""
+    """The last `ahead` elements must match but are not consumed. `free`: anything may follow, so that a generated token
+    may run over the end."""
 
     elements: tuple[Element, ...]
     ahead: int = 0
+    free: bool = False
 
     @property
     def first(self) -> tuple[str, ...]:

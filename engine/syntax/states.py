@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal
 
@@ -131,7 +131,7 @@ class Layout:
 
 def behind_space(pattern: Pattern) -> Pattern:
     """`pattern`, perhaps after whitespace."""
-    return Pattern((Space(), *pattern.elements), pattern.ahead)
+    return replace(pattern, elements=(Space(), *pattern.elements))
 
 
 def literal(text: str, target: str, *, region: Region = "control", trim: bool = True) -> Rule:
@@ -156,7 +156,7 @@ def standard(
     in_reasoning = calls if reasoning_calls is None else tuple(reasoning_calls) if setup.tools else ()
     opener = Token(setup.open_text) if setup.open == OPEN_TOKEN else lit(setup.open_text)
     thought = (Pattern((opener,)),) if setup.open_text else ()
-    openers = (*(rule.pattern for rule in calls), *thought)
+    openers = (*(replace(rule.pattern, free=True) for rule in calls), *thought)
     opens = (literal(setup.open, "reasoning_start"),) if setup.open else ()
     closes = (literal(setup.close, "answer" if setup.structured else "content_start"),) if setup.close else ()
     strays = (literal(setup.close, "content"),) if setup.close else ()

