@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.protocol import Batch, Capabilities, KvPool, Query, flat_positions
+from engine.attention.protocol import Batch, Capabilities, KvPool, Query
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,12 @@ class ReferenceAttention:
         self._pool = pool
 
     def prepare(self, batch: Batch) -> ReferenceMetadata:
+        """Computed from the device's own page tables: nothing crosses from the host, so nothing waits for it."""
+        size, tables = self._pool.page_tokens, batch.device_tables
         found = []
         for query in batch.queries:
-            length = query.start + query.count
-            flat = flat_positions(batch.tables[query.slot], length, length, self._pool)
-            found.append((query, torch.from_numpy(flat).to(batch.writes.device)))
+            position = torch.arange(query.start + query.count, device=tables.device)
+            found.append((query, tables[query.slot][position // size].long() * size + position % size))
         return ReferenceMetadata(found, batch.writes)
 
     def forget(self, slot: int) -> None:
