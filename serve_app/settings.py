@@ -114,6 +114,7 @@ class EngineSettings(Section):
     tensor_parallel: Positive = 1
     threads: Positive | None = None
     step_timeout: Seconds = 120.0
+    decode_stall: Seconds = 0.25
     weights_seed: int | None = None
 
     @model_validator(mode="after")
