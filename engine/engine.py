@@ -146,10 +146,13 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, group_id: str, children: Sequence[PreparedPrompt], sink: Sink | None = None) -> None:
+    def submit(
+        self, group_id: str, children: Sequence[PreparedPrompt], sink: Sink | None = None, *, admitted: bool = False
+    ) -> None:
         """Enqueues a group, all children or none; returns before any is admitted. `sink` is called on the engine's
-        thread with the group's updates, once a step. Raises QueueFull for now and RequestError for good; ValueError
-        when the id is in use."""
+        thread with the group's updates, once a step. `admitted`: it goes on with a request that has been let in, so
+        that neither a pause nor a full queue refuses it; the caller bounds these. Raises QueueFull for now and
+        RequestError for good; ValueError when the id is in use."""
         count = len(children)
         capacity = self.config.max_requests + self.config.queue
         if count > capacity:
@@ -157,9 +160,9 @@ class Engine:
         with self._lock:
             if self._state in ("down", "closed"):
                 raise QueueFull(f"the model is unavailable: {self._message or 'the engine is closed'}", "down")
-            if self._paused:
+            if self._paused and not admitted:
                 raise QueueFull("admission is paused", "paused")
-            if self._live + count > capacity:
+            if self._live + count > capacity and not admitted:
                 raise QueueFull(f"the model's request queue is full: {self._live} of {capacity} requests", "full")
             if group_id in self._ids:
                 raise ValueError(f"group {group_id!r} is already running")

@@ -19,7 +19,7 @@ from engine.types.events import EngineEnd, PromptScores, TokenRecord, Update
 from engine.types.request import PreparedPrompt, PreparedRequest
 from protocols.errors import InvalidRequest, ProtocolError, SlotsExhausted, Unavailable
 from serve_app.groups import GroupCall, Reply
-from serve_app.ingress.ports import Outcome
+from serve_app.ingress.ports import Generation, Outcome
 from serve_app.token_channel import Link, Listener, Message, Sink, unpack_update
 
 logger = logging.getLogger("ray.serve")
@@ -39,8 +39,8 @@ class HeldCall(Protocol):
 class Caller(Protocol):
     """Makes held calls. Raises Unavailable when there is no engine application yet."""
 
-    def call(self, call: GroupCall, avoid: tuple[str, ...]) -> HeldCall:
-        """Starts a call on some replica, not one of `avoid` where there is another."""
+    def call(self, call: GroupCall, avoid: tuple[str, ...], prefer: str = "") -> HeldCall:
+        """Starts a call on some replica: `prefer` while it lives, not one of `avoid` where there is another."""
         ...
 
 
@@ -62,7 +62,8 @@ class Attempt:
 
 
 class Flight:
-    """A group being generated: the Generation of `ingress.ports`. Survives the death of its replica."""
+    """A group being generated: the Generation of `ingress.ports`. Survives the death of its replica. `before`: the call
+    whose slots it takes over."""
 
     def __init__(self, client: EngineClient, request_id: str, children: Sequence[PreparedPrompt]) -> None:
         self._client, self.request_id, self._children = client, request_id, tuple(children)
@@ -75,6 +76,7 @@ class Flight:
         self._news: asyncio.Future[None] | None = None
         self._finished = False
         self.attempt: Attempt | None = None
+        self.before: Attempt | None = None
 
     # --- what the ingress uses ---
 
@@ -190,14 +192,17 @@ class EngineClient:
         """Groups between enqueue and `finish`."""
         return len(self._flights)
 
-    async def generate(self, request_id: str, request: PreparedRequest) -> Flight:
+    async def generate(self, request_id: str, request: PreparedRequest, after: Generation | None = None) -> Flight:
         """EnginePort.generate. Children without anything to generate or score end at once, without an engine."""
         flight = Flight(self, request_id, request.children)
+        flight.before = after.attempt if isinstance(after, Flight) else None
         for index, child in enumerate(request.children):
             if child.max_tokens == 0 and child.output.prompt_logprobs is None:
                 flight.push(Update(index, cached_tokens=0, end=EngineEnd("limit")))
         if flight.remaining():
-            await self._submit(flight, time.monotonic() + self._patience)
+            going_on = flight.before is not None
+            patience = self._resubmit_patience if going_on else self._patience
+            await self._submit(flight, time.monotonic() + patience, persistent=going_on)
         return flight
 
     async def resubmit(self, flight: Flight) -> None:
@@ -243,9 +248,17 @@ class EngineClient:
         attempt = Attempt(next(self._numbers), self._listener.issue(self._digest), children)
         self._flights[attempt.number] = (flight, attempt)
         flight.attempt = attempt
-        call = GroupCall(attempt.number, flight.request_id, tuple(map(flight.prepared, children)), attempt.sink)
+        before = flight.before
+        call = GroupCall(
+            attempt.number,
+            flight.request_id,
+            tuple(map(flight.prepared, children)),
+            attempt.sink,
+            None if before is None else before.number,
+        )
+        prefer = "" if before is None or before.link is None else before.link.name
         try:
-            attempt.held = held = self._caller.call(call, avoid)
+            attempt.held = held = self._caller.call(call, avoid, prefer)
             attempt.watcher = asyncio.ensure_future(self._watch(flight, attempt, held))
             await asyncio.wait(
                 (attempt.acknowledged, attempt.watcher),

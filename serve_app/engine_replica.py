@@ -65,9 +65,9 @@ class EngineReplica:
         self._reporter = Reporter(startup.hub, Mirror(self._report))
         logger.info("engine %s is ready after %.1f s: %s", self._replica, time.monotonic() - began, self._facts())
 
-    async def generate(self, call: Any, avoid: tuple[str, ...] = ()) -> Reply:
+    async def generate(self, call: Any, avoid: tuple[str, ...] = (), prefer: str = "") -> Reply:
         """Holds a group's call until its generation ends. A call too large for a message comes as `[reference]`.
-        `avoid` is read by the router alone."""
+        `avoid` and `prefer` are read by the router alone."""
         if isinstance(call, list):
             call = await call[0]
         assert isinstance(call, GroupCall)

@@ -38,18 +38,20 @@ class Reply(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class GroupCall:
-    """The argument of a held call. `number` is unique within the peer's life."""
+    """The argument of a held call. `number` is unique within the peer's life. `after`: a group of the same peer that
+    has ended and isn't finished; its slots pass to this one, so that a request of several groups never lets go."""
 
     number: int
     request_id: str
     children: tuple[PreparedPrompt, ...]
     sink: Sink
+    after: int | None = None
 
 
 class Engine(Protocol):
     """What groups need of engine.engine.Engine."""
 
-    def submit(self, group_id: str, children: Sequence[PreparedPrompt]) -> None: ...
+    def submit(self, group_id: str, children: Sequence[PreparedPrompt], *, admitted: bool = False) -> None: ...
 
     def stop(self, group_id: str, child: int, tokens: int) -> None: ...
 
@@ -65,12 +67,13 @@ class Refused(Exception):
 
 
 class Group:
-    """One request group from enqueue until its slots are free. `running`: children the engine hasn't ended."""
+    """One request group from enqueue until its slots are free. `running`: children the engine hasn't ended. `slots`:
+    those it holds; none once a successor has them."""
 
-    __slots__ = ("born", "done", "id", "number", "peer", "running", "size")
+    __slots__ = ("born", "done", "id", "number", "peer", "running", "slots")
 
     def __init__(self, ident: str, number: int, peer: Peer, size: int) -> None:
-        self.id, self.number, self.peer, self.size = ident, number, peer, size
+        self.id, self.number, self.peer, self.slots = ident, number, peer, size
         self.running = size
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.born = time.monotonic()
@@ -115,28 +118,43 @@ class Groups:
 
     async def _enqueue(self, key: tuple[str, int], call: GroupCall) -> Group:
         size = len(call.children)
-        self._check(key, call.sink, size)
-        self.held += size
+        before = self._ended(call)
+        given = 0 if before is None else before.slots
+        self._check(key, call.sink, size, given)
+        self.held += size - given
+        if before is not None:
+            before.slots = 0
         try:
             peer = await self._dialler.peer(call.sink)
             if key in self._tombstones:
                 raise Refused("cancelled", "the request was cancelled")
             group = Group(f"{key[0]}/{key[1]}", key[1], peer, size)
             self._groups[key] = self._by_id[group.id] = group
-            self._submit(group, call)
+            self._submit(group, call, admitted=given > 0)
             peer.post(["ack", group.number])
         except BaseException as error:
             self.held -= size
+            if before is not None and self._groups.get((key[0], before.number)) is before:
+                before.slots = given
+                self.held += given
             self._forget(key)
             if isinstance(error, ChannelClosed):
                 raise Refused("channel", str(error)) from None
             raise
         return group
 
-    def _check(self, key: tuple[str, int], sink: Sink, size: int) -> None:
+    def _ended(self, call: GroupCall) -> Group | None:
+        """The group whose slots the call takes over."""
+        if call.after is None:
+            return None
+        group = self._groups.get((call.sink.peer, call.after))
+        return group if group is not None and group.running <= 0 else None
+
+    def _check(self, key: tuple[str, int], sink: Sink, size: int, given: int) -> None:
+        """`given`: slots that it has already; a request that was let in is not stopped by a pause."""
         if key in self._tombstones:
             raise Refused("cancelled", "the request was cancelled")
-        if self.paused:
+        if self.paused and not given:
             raise Refused("paused", "admission is paused")
         if sink.digest != self._digest:
             raise Refused("settings", "this engine runs with other settings than the ingress")
@@ -144,12 +162,12 @@ class Groups:
             raise Refused(
                 "oversized", f"the request has {size} choices, more than the {self.slots} request slots of this server"
             )
-        if self.held + size > self.slots:
+        if size > given and self.held + size - given > self.slots:
             raise Refused("slots", f"all {self.slots} request slots are in use; retry shortly")
 
-    def _submit(self, group: Group, call: GroupCall) -> None:
+    def _submit(self, group: Group, call: GroupCall, *, admitted: bool) -> None:
         try:
-            self._engine.submit(group.id, call.children)
+            self._engine.submit(group.id, call.children, admitted=admitted)
         except QueueFull as error:
             raise Refused(QUEUE_REASONS[error.reason], error.message) from None
         except RequestError as error:
@@ -199,7 +217,7 @@ class Groups:
             self._tombstones[key] = time.monotonic()
             self._bury()
             return
-        self.held -= group.size
+        self.held -= group.slots
         if group.running > 0:
             self._engine.cancel(group.id)
         _resolve(group.done, False)

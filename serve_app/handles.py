@@ -66,7 +66,7 @@ class EngineCaller:
         self._known: Any = None
         self._generate: Any = None
 
-    def call(self, call: GroupCall, avoid: tuple[str, ...]) -> HeldCall:
+    def call(self, call: GroupCall, avoid: tuple[str, ...], prefer: str = "") -> HeldCall:
         handle = self._handle()
         if handle is None:
             raise Unavailable(NOT_RUNNING)
@@ -75,7 +75,8 @@ class EngineCaller:
         argument: Any = call
         if _size(call) > MESSAGE_BYTES:
             argument = [ray.put(call)]
-        response: HeldCall = self._generate.remote(argument, avoid=avoid)
+        hints: dict[str, Any] = {"avoid": avoid, "prefer": prefer} if prefer else {"avoid": avoid}
+        response: HeldCall = self._generate.remote(argument, **hints)
         return response
 
 

@@ -1,7 +1,7 @@
 """System One and Decisions: two schemas over one scorer, each request's questions one after another.
 
-Nothing is streamed. A request never has more than one child at the engine, so it holds one slot; when other requests
-took it between two questions, the next one waits for a slot instead of failing what is half done.
+Nothing is streamed. A request never has more than one child at the engine and holds one slot from its first question
+until its answer has been delivered: each question takes over the slot of the one before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from engine.types.request import Api, PreparedRequest
 from protocols import decisions, systemone
@@ -19,12 +20,9 @@ from protocols.questions import Content, DecisionScorer, Question, Read, Scored,
 from serve_app import body, multipart
 from serve_app.ingress.generation import read_decoded
 from serve_app.ingress.http import Handler, Request, Route, while_connected
-from serve_app.ingress.ports import Outcome
+from serve_app.ingress.ports import Generation, Outcome
 from serve_app.ingress.service import Service
 
-SLOT_PATIENCE: Final = 30.0
-"""Seconds for which a later question waits for a free slot."""
-_PAUSE: Final = 0.05
 Asked = TypeVar("Asked", systemone.SystemOneRequest, decisions.DecisionRequest)
 
 
@@ -57,11 +55,11 @@ def _handler(
     async def handle(request: Request) -> None:
         with service.pool.place() as ticket:
             decoded = await read(request, ticket.charge)
-            reader = _Reader(service, request.key, ticket.leave)
-            work = reader.score(api, decoded.state, decoded.questions)
-            scored = await while_connected(request, work)
-        extra = ((b"x-typesafe-request-id", request.id.encode("latin-1")),) if api == "systemone" else ()
-        await request.json(encode(decoded, scored, service.facts.id), headers=extra)
+            with _Reader(service, request.key, ticket.leave) as reader:
+                work = reader.score(api, decoded.state, decoded.questions)
+                scored = await while_connected(request, work)
+                extra = ((b"x-typesafe-request-id", request.id.encode("latin-1")),) if api == "systemone" else ()
+                await request.json(encode(decoded, scored, service.facts.id), headers=extra)
 
     return handle
 
@@ -95,44 +93,49 @@ async def _read_systemone(
 
 
 class _Reader:
-    """Runs one request's children."""
+    """Runs one request's children. Leaving the context frees the slot, and cancels the child that runs."""
 
     def __init__(self, service: Service, key: str, enqueued: Callable[[], None]) -> None:
         self._service = service
         self._keys = (f"{key}-{number}" for number in itertools.count())
         self._enqueued = enqueued
-        self._begun = False
+        self._holder: Generation | None = None
+        self._outcome: Outcome = "cancelled"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release(self._outcome)
 
     async def score(self, api: Api, state: Content, questions: tuple[Question, ...]) -> Scored:
         return await DecisionScorer(self._service.preprocessor, self._read).score(api, state, questions)
 
     async def _read(self, prepared: PreparedRequest) -> Read:
         generation = await self._generate(prepared)
-        outcome: Outcome = "cancelled"
+        self._release("completed")  # the question before; its slot is the new one's already
+        self._holder, self._outcome = generation, "cancelled"
+        self._enqueued()
         try:
-            self._begun = True
-            self._enqueued()
             read = await read_one(generation)
-            outcome = "completed"
-            return read
         except asyncio.CancelledError:
             raise
         except Exception:
-            outcome = "failed"
+            self._outcome = "failed"
             raise
-        finally:
-            generation.finish((outcome,))
+        self._outcome = "completed"
+        return read
 
-    async def _generate(self, prepared: PreparedRequest) -> Any:
-        deadline = asyncio.get_running_loop().time() + SLOT_PATIENCE
-        while True:
-            try:
-                return await self._service.engine.generate(next(self._keys), prepared)
-            except SlotsExhausted:
-                if not self._begun or asyncio.get_running_loop().time() > deadline:
-                    self._service.recorder.add("requests_failed_total")
-                    raise
-            except Unavailable:
-                self._service.recorder.add("requests_failed_total")
-                raise
-            await asyncio.sleep(_PAUSE)
+    async def _generate(self, prepared: PreparedRequest) -> Generation:
+        try:
+            return await self._service.engine.generate(next(self._keys), prepared, self._holder)
+        except (SlotsExhausted, Unavailable):
+            self._service.recorder.add("requests_failed_total")
+            raise
+
+    def _release(self, outcome: Outcome) -> None:
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            holder.finish((outcome,))

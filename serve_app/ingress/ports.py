@@ -45,8 +45,9 @@ class Generation(Protocol):
 
 
 class EnginePort(Protocol):
-    async def generate(self, request_id: str, request: PreparedRequest) -> Generation:
-        """Enqueues a group whole. Returns once the engine has acknowledged it (not yet admitted).
+    async def generate(self, request_id: str, request: PreparedRequest, after: Generation | None = None) -> Generation:
+        """Enqueues a group whole. Returns once the engine has acknowledged it (not yet admitted). `after`: a generation
+        that has ended and is still to be finished; its slots pass to the new one.
 
         Raises SlotsExhausted (429), Unavailable (503: queue full, paused, no runtime) or InvalidRequest (more choices
         than slots exist).

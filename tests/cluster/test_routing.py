@@ -26,3 +26,9 @@ def test_refusing_replicas_are_passed_over_while_there_is_another() -> None:
     assert names(pick(replicas("a", "b"), ("a",))) == {"b"}
     assert names(pick(replicas("a"), ("a",))) == {"a"}
     assert pick([], ()) == []
+
+
+def test_a_request_that_goes_on_stays_where_it_is_while_that_lives() -> None:
+    assert names(pick(replicas("a", "b", "c"), (), "b")) == {"b"}
+    assert len(pick(replicas("a", "c"), (), "b")) == 2
+    assert names(pick(replicas("a", "b"), ("b",), "b")) == {"a"}

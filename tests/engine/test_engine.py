@@ -479,8 +479,10 @@ def test_pause_refuses_and_lets_the_rest_finish() -> None:
     with pytest.raises(QueueFull, match="paused") as raised:
         rig.submit("b", prompt)
     assert raised.value.reason == "paused"
+    rig.engine.submit("c", [prompt], rig.news.setdefault("c", []).extend, admitted=True)
     rig.run()
     rig.check("a", *[prompt] * 6)
+    rig.check("c", prompt)
     rig.engine.resume()
     rig.submit("b", prompt)
     rig.run()

@@ -37,10 +37,12 @@ class SteppedEngine:
         self.stops: list[tuple[int, int]] = []
         self.cancelled: list[str] = []
         self.refuse: Exception | None = None
+        self.admitted: list[bool] = []
 
-    def submit(self, group_id: str, children: Sequence[PreparedPrompt]) -> None:
+    def submit(self, group_id: str, children: Sequence[PreparedPrompt], *, admitted: bool = False) -> None:
         if self.refuse is not None:
             raise self.refuse
+        self.admitted.append(admitted)
         self.children[group_id] = list(children)
 
     def stop(self, group_id: str, child: int, tokens: int) -> None:
@@ -93,20 +95,21 @@ class Replica:
 
 
 class Replicas:
-    """The Caller: takes the first live replica that isn't to be avoided."""
+    """The Caller: takes the preferred replica, else the first live one that isn't to be avoided."""
 
     def __init__(self, *replicas: Replica) -> None:
         self.live = list(replicas)
         self.delay = 0.0
 
-    def call(self, call: GroupCall, avoid: tuple[str, ...]) -> Held:
-        return Held(asyncio.get_running_loop().create_task(self._call(call, avoid)))
+    def call(self, call: GroupCall, avoid: tuple[str, ...], prefer: str = "") -> Held:
+        return Held(asyncio.get_running_loop().create_task(self._call(call, avoid, prefer)))
 
-    async def _call(self, call: GroupCall, avoid: tuple[str, ...]) -> Reply:
+    async def _call(self, call: GroupCall, avoid: tuple[str, ...], prefer: str) -> Reply:
         await asyncio.sleep(self.delay)
         while not self.live:
             await asyncio.sleep(0.01)
-        replica = next((one for one in self.live if one.name not in avoid), self.live[0])
+        welcome = [one for one in self.live if one.name not in avoid] or self.live
+        replica = next((one for one in welcome if one.name == prefer), welcome[0])
         task = asyncio.create_task(replica.groups.generate(call))
         replica.calls.append(task)
         return await task
@@ -472,3 +475,100 @@ def test_many_requests_one_link_and_nothing_leaks() -> None:
 def test_the_prompt_is_untouched_by_resubmission() -> None:
     original = prompt()
     assert replace(original, committed=(TokenRecord(1),)).sampling is original.sampling
+
+
+# --- a request of several groups keeps its slot
+
+
+async def ended(scene: Stage, after: Flight | None = None) -> Flight:
+    flight = await scene.client.generate("q", request(), after)
+    scene.engine.token(0, 1, cached=0)
+    scene.engine.end(0, "limit")
+    await tokens(flight)
+    return flight
+
+
+def test_the_next_group_takes_over_the_slot_of_a_full_server() -> None:
+    async def body(scene: Stage) -> None:
+        flight = await ended(scene)
+        for _ in range(5):
+            with pytest.raises(SlotsExhausted):
+                await scene.client.generate("other", request())
+            following = await ended(scene, flight)
+            assert scene.groups.held == 1
+            flight.finish(("completed",))
+            await until(lambda: len(scene.groups._groups) == 1)
+            assert scene.groups.held == 1, "the slot belongs to the new group"
+            flight = following
+        flight.finish(("completed",))
+        await scene.quiet()
+        assert scene.groups.completed == 6
+        assert scene.engine.admitted == [False, *[True] * 5]
+
+    stage(body, replica={"slots": 1})
+
+
+def test_a_pause_does_not_stop_a_request_that_was_let_in() -> None:
+    async def body(scene: Stage) -> None:
+        flight = await ended(scene)
+        scene.groups.paused = True
+        following = await ended(scene, flight)
+        flight.finish(("completed",))
+        following.finish(("completed",))
+        await scene.quiet()
+
+    stage(body, replica={"slots": 1})
+
+
+def test_a_refused_or_cancelled_group_leaves_the_slot_with_its_predecessor() -> None:
+    async def body(scene: Stage) -> None:
+        flight = await ended(scene)
+        scene.engine.refuse = RequestError("no")
+        with pytest.raises(InvalidRequest):
+            await scene.client.generate("q", request(), flight)
+        assert scene.groups.held == 1
+        scene.caller.delay = 0.2
+        task = asyncio.ensure_future(scene.client.generate("q", request(), flight))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.sleep(0.3)
+        assert scene.groups.held == 1
+        flight.finish(("completed",))
+        await scene.quiet()
+
+    stage(body, replica={"slots": 1})
+
+
+def test_leaving_during_the_second_group_frees_the_one_slot() -> None:
+    async def body(scene: Stage) -> None:
+        flight = await ended(scene)
+        following = await scene.client.generate("q", request(), flight)
+        flight.finish(("completed",))
+        following.finish(("cancelled",))
+        await scene.quiet()
+        assert len(scene.engine.cancelled) == 1
+
+    stage(body, replica={"slots": 1})
+
+
+def test_the_next_group_stays_on_its_replica_and_moves_when_that_dies() -> None:
+    async def body(scene: Stage) -> None:
+        first, second = scene.replicas
+        scene.caller.live.reverse()
+        flight = await scene.client.generate("q", request())
+        second.engine.end(0, "limit")
+        await tokens(flight)
+        scene.caller.live.reverse()
+        following = await scene.client.generate("q", request(), flight)
+        assert (first.groups.held, second.groups.held) == (0, 1)
+        flight.finish(("completed",))
+        second.engine.end(0, "limit")
+        await tokens(following)
+        scene.caller.kill(second)
+        last = await scene.client.generate("q", request(), following)
+        assert first.groups.held == 1
+        following.finish(("completed",))
+        last.finish(("completed",))
+        await scene.quiet()
+
+    stage(body, 2, replica={"slots": 1})

@@ -33,7 +33,7 @@ from protocols.fields import DecodeLimits
 from serve_app.discovery import ModelFacts
 from serve_app.ingress.families import FAMILIES, application
 from serve_app.ingress.http import Ingress
-from serve_app.ingress.ports import Outcome
+from serve_app.ingress.ports import Generation, Outcome
 from serve_app.ingress.service import IngressSettings, Service
 
 FACTS = ModelFacts(identifier="org/tiny-model", context=4096, vocab_size=256, max_top_logprobs=20)
@@ -97,9 +97,10 @@ class Letters:
 class FakeGeneration:
     """Plays what the test says. `outcomes` is None until `finish` was called."""
 
-    def __init__(self, request_id: str, request: PreparedRequest) -> None:
+    def __init__(self, request_id: str, request: PreparedRequest, after: Generation | None = None) -> None:
         self.request_id = request_id
         self.request = request
+        self.after = after
         self.queue: deque[tuple[Update, ...] | Exception] = deque()
         self.stops: list[tuple[int, int]] = []
         self.outcomes: tuple[Outcome, ...] | None = None
@@ -160,7 +161,9 @@ class FakeEngine:
         self.cancelled = 0
         self._arrivals: asyncio.Queue[FakeGeneration] = asyncio.Queue()
 
-    async def generate(self, request_id: str, request: PreparedRequest) -> FakeGeneration:
+    async def generate(
+        self, request_id: str, request: PreparedRequest, after: Generation | None = None
+    ) -> FakeGeneration:
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -168,7 +171,7 @@ class FakeEngine:
             raise
         if self.refuse is not None:
             raise self.refuse
-        generation = FakeGeneration(request_id, request)
+        generation = FakeGeneration(request_id, request, after)
         self.generations.append(generation)
         self._arrivals.put_nowait(generation)
         wanted = request.children[0].output.logprob_token_ids

@@ -29,7 +29,7 @@ from engine.types.events import Update
 from engine.types.request import GenerationRequest, PreparedRequest
 from protocols.errors import ProtocolError, SlotsExhausted, Unavailable
 from serve_app.ingress.families import application
-from serve_app.ingress.ports import Outcome
+from serve_app.ingress.ports import Generation, Outcome
 from serve_app.ingress.service import IngressSettings, Service
 from serve_app.settings import load
 from serve_app.startup import Startup
@@ -78,7 +78,9 @@ class InlineEngine:
         self.generations: list[InlineGeneration] = []
         self.prepared: list[PreparedRequest] = []
 
-    async def generate(self, request_id: str, request: PreparedRequest) -> InlineGeneration:
+    async def generate(
+        self, request_id: str, request: PreparedRequest, after: Generation | None = None
+    ) -> InlineGeneration:
         generation = InlineGeneration(self._inline, request_id, len(request.children))
         try:
             self._inline.engine.submit(request_id, request.children, generation.deliver)

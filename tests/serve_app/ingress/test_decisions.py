@@ -15,7 +15,6 @@ from PIL import Image
 from engine.types.events import Update
 from protocols.errors import ExecutionFailed, SlotsExhausted, Unavailable
 from protocols.fields import DecodeLimits
-from serve_app.ingress import decisions
 from serve_app.ingress.service import IngressSettings
 from tests.support.ingress import Call, FakeGeneration, Reply, World, asynchronous, call, scores
 
@@ -205,33 +204,55 @@ async def test_questions_run_one_after_another(path: str, body: dict[str, Any]) 
     assert (await request.done()).status == 200
 
 
+@routes
 @asynchronous
-async def test_a_later_question_waits_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "_PAUSE", 0.001)
+async def test_each_question_takes_over_the_slot_of_the_one_before(path: str, body: dict[str, Any]) -> None:
     world = World()
     world.engine.reply = None
-    request = Call(world.app, "POST", "/v1/decisions", DECISIONS)
-    first = await world.engine.arrival()
-    world.engine.refuse = SlotsExhausted("full")
-    await answer(first)
-    await asyncio.sleep(0.02)
-    assert not request.task.done()
-    world.engine.refuse = None
-    await answer(await world.engine.arrival())
+    request = Call(world.app, "POST", path, body)
+    before: FakeGeneration | None = None
+    for _ in body["questions"]:
+        world.engine.gate.clear()
+        if before is not None:
+            await answer(before)
+            await asyncio.sleep(0.01)
+            assert before.outcomes is None, "the slot was let go between two questions"
+        world.engine.gate.set()
+        generation = await world.engine.arrival()
+        assert generation.after is before
+        before = generation
+    assert before is not None
+    await answer(before)
     assert (await request.done()).status == 200
-    assert world.service.recorder.totals == {}
+    assert [generation.outcomes for generation in world.engine.generations] == [("completed",)] * len(body["questions"])
 
 
 @asynchronous
-async def test_patience_for_a_slot_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "SLOT_PATIENCE", 0.0)
+async def test_leaving_between_two_questions_frees_the_slot() -> None:
     world = World()
     world.engine.reply = None
     request = Call(world.app, "POST", "/v1/decisions", DECISIONS)
     first = await world.engine.arrival()
-    world.engine.refuse = SlotsExhausted("full")
+    world.engine.gate.clear()
     await answer(first)
-    assert (await request.done()).status == 429
+    await asyncio.sleep(0.01)
+    request.leave()
+    await request.done()
+    await asyncio.wait_for(first.finished.wait(), 10)
+    assert first.outcomes == ("completed",)
+    assert world.engine.cancelled == 1
+
+
+@asynchronous
+async def test_a_refusal_between_two_questions_frees_the_slot() -> None:
+    world = World()
+    world.engine.reply = None
+    request = Call(world.app, "POST", "/v1/decisions", DECISIONS)
+    first = await world.engine.arrival()
+    world.engine.refuse = Unavailable("the model is gone")
+    await answer(first)
+    assert (await request.done()).status == 503
+    assert first.outcomes == ("completed",)
 
 
 @routes
