@@ -30,7 +30,7 @@ from engine.types.request import OutputOptions, PreparedPrompt, SamplingParams
 
 SOURCE: Final = "builtin:smollm2"
 REQUESTS: Final = 64
-PROMPT, OUTPUT = 32, 64
+PROMPT, OUTPUT = 32, 32
 LONG: Final = 8191
 """Prompt tokens to score: with the one that is generated, the demo model's context."""
 VOCABULARY: Final = 151_936
@@ -108,7 +108,8 @@ def peak(scored: bool, threads: int) -> float:
 
 
 def filters(repeats: int, threads: int) -> Iterator[dict[str, Any]]:
-    """Milliseconds a row of sampling at a vocabulary of 152k: top-p over peaked and over flat logits, and without."""
+    """Milliseconds a row of sampling at a vocabulary of 152k, with top-p and without: over logits whose probabilities
+    fall with their rank, as a language model's do, and over nearly flat ones, the worst case."""
     import torch
 
     from engine.execution.sampler import sample
@@ -117,10 +118,12 @@ def filters(repeats: int, threads: int) -> Iterator[dict[str, Any]]:
 
     torch.set_num_threads(threads)
     plain = SamplingParams(0.8, 1.0, -1, 0.0, 1.0, 0.0, 0.0, 1)
-    for shape, scale in (("peaked", 4.0), ("flat", 0.5)):
+    for shape in ("ranked", "flat"):
         for name, params in (("top_p", TOP_P), ("unfiltered", plain)):
             for rows in (1, 16, 64):
-                logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(1)) * scale
+                logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(1)) / 2
+                if shape == "ranked":
+                    logits = -1.5 * (logits.argsort(1).argsort(1) + 1).float().log()
                 state = SamplingState(rows, VOCABULARY)
                 for slot in range(rows):
                     state.bind(SlotSetup(slot, params, 0, 0))
