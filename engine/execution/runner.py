@@ -146,7 +146,8 @@ class Runner:
             hidden = self._forward(rows)
             self._score(step, rows, hidden, pending)
             if rows.sampled:
-                logits = self._model.logits(hidden[[row for _, row, _ in rows.sampled]])
+                last = self._device.upload(np.array([row for _, row, _ in rows.sampled], dtype=np.int64))
+                logits = self._model.logits(hidden.index_select(0, last))
                 self._sample(step, rows, logits, late, pending)
         parts = pending.tensors()
         if parts:
