@@ -181,12 +181,20 @@ def finishing(response: Response) -> contextlib.AbstractContextManager[None]:
     return _Finish(response)
 
 
-async def stream(response: Response, send: Send, headers: Sequence[tuple[bytes, bytes]], keepalive: float) -> None:
-    """Sends status 200, headers and every frame; then finishes the generation. `keepalive`: seconds of silence after
-    which a comment is sent."""
+async def stream(
+    response: Response,
+    send: Send,
+    headers: Sequence[tuple[bytes, bytes]],
+    keepalive: float,
+    delivered: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Sends status 200, headers and every frame, waits for `delivered`, then finishes the generation. `keepalive`:
+    seconds of silence after which a comment is sent."""
     with finishing(response):
         await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]})
         await _Stream(response, send, keepalive).run()
+        if delivered is not None:
+            await delivered()
 
 
 async def send_body(send: Send, body: bytes, *, more: bool) -> None:

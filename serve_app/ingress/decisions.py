@@ -56,10 +56,13 @@ def _handler(
         with service.pool.place() as ticket:
             decoded = await read(request, ticket.charge)
             with _Reader(service, request.key, ticket.leave) as reader:
-                work = reader.score(api, decoded.state, decoded.questions)
-                scored = await while_connected(request, work)
-                extra = ((b"x-typesafe-request-id", request.id.encode("latin-1")),) if api == "systemone" else ()
-                await request.json(encode(decoded, scored, service.facts.id), headers=extra)
+                await while_connected(request, answer(request, decoded, reader))
+
+    async def answer(request: Request, decoded: Asked, reader: _Reader) -> None:
+        scored = await reader.score(api, decoded.state, decoded.questions)
+        extra = ((b"x-typesafe-request-id", request.id.encode("latin-1")),) if api == "systemone" else ()
+        await request.json(encode(decoded, scored, service.facts.id), headers=extra)
+        await request.delivered()
 
     return handle
 

@@ -86,7 +86,8 @@ async def _generate(
         if response is None:
             generation.finish(tuple("failed" for _ in prepared.children))
     if decoded.request.stream:
-        await delivery.stream(response, request.send_started, request.extra, service.settings.keepalive_seconds)
+        keepalive = service.settings.keepalive_seconds
+        await delivery.stream(response, request.send_started, request.extra, keepalive, request.delivered)
     else:
         output = decoded.request.output
         large = output.logprobs is not None or output.prompt_logprobs is not None
@@ -104,6 +105,7 @@ async def _buffered(service: Service, request: Request, response: Response, *, l
             await request.error(error)
             return
         await request.answer(200, text)
+        await request.delivered()
 
 
 async def _enqueue(service: Service, request: Request, prepared: PreparedRequest) -> Generation:

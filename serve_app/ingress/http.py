@@ -49,7 +49,8 @@ PREFIXES: Final[tuple[tuple[str, Family], ...]] = (
 @dataclass(slots=True)
 class Request:
     """One HTTP request. `id`: what the client sees as x-request-id. `key`: unique here, for groups and object ids.
-    `tail`: what followed the prefix of a prefix route."""
+    `tail`: what followed the prefix of a prefix route. `started`, `ended`: the first, the last message of the response
+    was given to the server."""
 
     scope: Scope
     receive: Receive
@@ -60,6 +61,8 @@ class Request:
     extra: tuple[tuple[bytes, bytes], ...] = ()
     tail: str = ""
     started: bool = False
+    ended: bool = False
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     arrived: float = field(default_factory=time.monotonic)
 
@@ -82,9 +85,21 @@ class Request:
         return None
 
     async def send_started(self, message: dict[str, Any]) -> None:
-        """The ASGI send, remembering that the response has begun."""
+        """The ASGI send, remembering how far the response is."""
         self.started = True
         await self.send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.ended = True
+
+    async def delivered(self) -> None:
+        """Waits until the reader has been given the whole response, for work inside `while_connected`.
+
+        A `send` that returns says so only where this process holds the connection. Behind Serve's Python proxy, and
+        where Serve runs this code on a thread of its own, `send` queues without bound; but ASGI's `receive` gives
+        "http.disconnect" once the response is complete, and both relay that from the server that has the connection,
+        which waits for its reader before it takes the last piece.
+        """
+        await self.taken.wait()
 
     async def answer(
         self,
@@ -97,7 +112,7 @@ class Request:
         length = (b"content-length", b"%d" % len(content))
         start = [(b"content-type", content_type), length, *headers, *self.extra]
         await self.send_started({"type": "http.response.start", "status": status, "headers": start})
-        await send_body(self.send, b"" if self.method == "HEAD" else content, more=False)
+        await send_body(self.send_started, b"" if self.method == "HEAD" else content, more=False)
 
     async def json(self, value: Any, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         await self.answer(status, orjson.dumps(value), JSON, headers)
@@ -261,13 +276,17 @@ async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled when the client disconnects (raises ClientGone) and when the caller is.
 
-    Call it after the body has been read: from then on the client can only leave. Nothing is awaited after a
-    cancellation, since the caller may itself be dying; `work` must clean up without waiting.
+    Call it after the body has been read: from then on the client can only leave, or have everything (then `work` goes
+    on, see `Request.delivered`). Nothing is awaited after a cancellation, since the caller may itself be dying; `work`
+    must clean up without waiting.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and request.ended:
+            request.taken.set()
+            await asyncio.wait((task,))
         if task.done():
             return task.result()
         raise ClientGone

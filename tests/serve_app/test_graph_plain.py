@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,11 @@ SLOW = chat("count slowly", max_tokens=2000, stream=True)
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     directory = tmp_path_factory.mktemp("plain")
-    turns = [turn("Hello."), turn(COUNTED, when="count slowly", delay_ms=15)]
+    turns = [
+        turn("Hello."),
+        turn("word ", when="quick", then="repeat"),
+        turn(COUNTED, when="count slowly", delay_ms=15),
+    ]
     arguments = {
         "model": script(directory, turns, name="counting", chat_template=TEMPLATE, context=120_000),
         "cache_dir": str(directory / "cache"),
@@ -71,4 +76,18 @@ def test_readers_that_leave_disturb_nobody(plain: Graph) -> None:
     first.read_until(b'"content":"')
     first.close()
     assert streamed_text(reader.read_all()) == COUNTED
+    quiet(plain)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_nobody_reads_holds_its_slot_until_it_is_read(plain: Graph, stream: bool) -> None:
+    quiet(plain)
+    body = chat("quick", max_tokens=2000, logprobs=True, logprob_token_ids=list(range(100)), stream=stream)
+    paused = RawRequest(plain.port, CHAT, body, receive_buffer=4096)
+    wait_until(lambda: plain.metrics()["generated_tokens_total"] and plain.metrics()["active_requests"] == 1)
+    wait_until(lambda: plain.metrics()["active_requests"] == 0)
+    assert answered(plain.post(CHAT, chat("hi"))) == "Hello."
+    time.sleep(1.5)  # longer than the answer needs through the proxy, and than a report to the hub
+    assert plain.metrics()["http_slots_in_use"] == 1, "the answer waits for its reader"
+    assert paused.read_all().count(b'"token":"') >= 2000
     quiet(plain)

@@ -28,7 +28,7 @@ from engine.types.events import (
     Usage,
 )
 from engine.types.request import GenerationRequest, PreparedPrompt, PreparedRequest, SamplingParams, TextPrompt
-from engine.types.telemetry import Snapshot
+from engine.types.telemetry import Report, Snapshot
 from protocols.fields import DecodeLimits
 from serve_app.discovery import ModelFacts
 from serve_app.ingress.families import FAMILIES, application
@@ -248,7 +248,16 @@ def _prompt_text(prompt: object) -> str:
 class FakeCluster:
     def __init__(self) -> None:
         self.problem: str | None = None
-        self.answer: Snapshot = {"instance": "i0", "created": 1_700_000_000, "totals": {}, "processes": []}
+        engine: Report = {
+            "process": "engine-0",
+            "kind": "engine",
+            "totals": {},
+            "gauges": {},
+            "samples": [],
+            "truncated": False,
+            "facts": {"device": "cpu", "attention": "cpu", "numerics": "invariant", "dtype": "quantised"},
+        }
+        self.answer: Snapshot = {"instance": "i0", "created": 1_700_000_000, "totals": {}, "processes": [engine]}
         self.down: Exception | None = None
 
     async def health(self) -> str | None:
@@ -367,6 +376,8 @@ class Call:
             self._progress.notify_all()
         if self._slow is not None and message["type"] == "http.response.body":
             await self._slow.wait()
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.leave()  # as ASGI has it: after a complete response there is nothing but this to receive
 
     async def until(self, condition: Callable[[Reply], bool]) -> Reply:
         """Waits for what has been sent to satisfy `condition`."""

@@ -12,8 +12,14 @@ from typing import Any
 class RawRequest:
     """One POST over a socket of its own, sent when constructed. `received` holds every byte read so far."""
 
-    def __init__(self, port: int, path: str, body: dict[str, Any], timeout: float = 60.0) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout)
+    def __init__(
+        self, port: int, path: str, body: dict[str, Any], timeout: float = 60.0, receive_buffer: int = 0
+    ) -> None:
+        self.socket = socket.socket()
+        if receive_buffer:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(timeout)
+        self.socket.connect(("127.0.0.1", port))
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
