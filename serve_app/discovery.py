@@ -7,8 +7,9 @@ of the server's instance, so that every ingress replica answers the same.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import orjson
@@ -17,7 +18,8 @@ from engine.recipes.recipe import SAMPLING_FIELDS, SamplingTable
 
 OWNER: Final = "local"
 UNKNOWN_TIME: Final = "0001-01-01T00:00:00Z"
-_RELEASED: Final = "1970-01-01"
+IN_FORCE: Final = ("device", "attention", "numerics", "dtype")
+"""Modes that only the loaded engine knows, by their names in its report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,11 @@ class ModelFacts:
     def known_as(self, name: str) -> bool:
         return bool(name) and (name == self.identifier or name in self.aliases)
 
+    def in_force(self, reported: Mapping[str, str]) -> ModelFacts:
+        """The same with what "auto" came to, from the engine's report."""
+        known = {name: reported[name] for name in IN_FORCE if name in reported}
+        return replace(self, modes={**self.modes, **known})
+
 
 def model_card(facts: ModelFacts, instance: str, created: int) -> dict[str, Any]:
     """The card of GET /v1/models. `instance` and `created` are the server's, drawn once."""
@@ -89,8 +96,13 @@ def model_card(facts: ModelFacts, instance: str, created: int) -> dict[str, Any]
 
 
 def model_list(facts: ModelFacts, instance: str, created: int) -> dict[str, Any]:
-    """GET /v1/models. `models` repeats the model in the shape that System One's SDK lists."""
-    entry = {"name": facts.id, "description": f"{facts.identifier} served by Flare", "release_date": _RELEASED}
+    """GET /v1/models. `models` repeats the model in the shape that System One's SDK lists, with the day on which this
+    server was created: of the model's own release nothing is known."""
+    entry = {
+        "name": facts.id,
+        "description": f"{facts.identifier} served by Flare",
+        "release_date": time.strftime("%Y-%m-%d", time.gmtime(created)),
+    }
     return {"object": "list", "data": [model_card(facts, instance, created)], "models": [entry]}
 
 

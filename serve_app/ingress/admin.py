@@ -30,7 +30,7 @@ def routes(service: Service) -> list[Route]:
             await request.answer(200, view.text(), telemetry.TEXT_TYPE)
 
     async def tags(request: Request) -> None:
-        await request.json(discovery.ollama_tags(service.facts))
+        await request.json(discovery.ollama_tags((await service.identity()).facts))
 
     async def show(request: Request) -> None:
         name = _wanted(await _plain_object(service, request))

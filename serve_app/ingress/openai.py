@@ -20,14 +20,14 @@ def routes(service: Service) -> list[Route]:
     """Everything below /v1 that speaks OpenAI's dialect, Responses aside."""
 
     async def models(request: Request) -> None:
-        instance, created = await service.identity()
-        await request.json(discovery.model_list(service.facts, instance, created))
+        server = await service.identity()
+        await request.json(discovery.model_list(server.facts, server.instance, server.created))
 
     async def model(request: Request) -> None:
         if not service.facts.known_as(request.tail):
             raise NotFound(f"the model {request.tail[:200]!r} does not exist", code="model_not_found")
-        instance, created = await service.identity()
-        await request.json(discovery.model_card(service.facts, instance, created))
+        server = await service.identity()
+        await request.json(discovery.model_card(server.facts, server.instance, server.created))
 
     return [
         Route("POST", "/v1/chat/completions", handler(service, CHAT)),

@@ -21,6 +21,16 @@ from serve_app.discovery import ModelFacts
 from serve_app.ingress.ports import ClusterPort, EnginePort, PreprocessorPort
 from serve_app.telemetry import Recorder
 
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the server is, the same in every ingress: its id, its creation (Unix seconds), its model as it is served."""
+
+    instance: str
+    created: int
+    facts: ModelFacts
+
+
 OpenPipeline = Callable[[PreparedPrompt, GenerationRequest, Callable[[], str]], Pipeline]
 """Makes the output pipeline of one choice; the last argument draws call ids."""
 
@@ -68,14 +78,18 @@ class Service:
         self.keys = KeyCheck(settings.api_key)
         self.pool = IngressPool(settings.request_pool, settings.pool_bytes)
         self.workers = Workers(settings.workers)
-        self._identity: tuple[str, int] | None = None
+        self._identity: Identity | None = None
         self._asking: asyncio.Task[None] | None = None
 
-    async def identity(self) -> tuple[str, int]:
-        """The server's instance id and creation time, the same in every ingress; asked once. Raises Unavailable."""
+    async def identity(self) -> Identity:
+        """Asked once, when an engine has told what it runs with; from then on it stays. Raises Unavailable."""
         if self._identity is None:
             snapshot = await self.cluster.snapshot()
-            self._identity = snapshot["instance"], snapshot["created"]
+            engines = sorted(report["process"] for report in snapshot["processes"] if report["kind"] == "engine")
+            if not engines:
+                raise Unavailable("the model is not running yet")
+            reported = next(report["facts"] for report in snapshot["processes"] if report["process"] == engines[0])
+            self._identity = Identity(snapshot["instance"], snapshot["created"], self.facts.in_force(reported))
         return self._identity
 
     def open(self) -> None:

@@ -100,6 +100,29 @@ async def test_identity_is_asked_at_start_and_kept() -> None:
 
 
 @asynchronous
+async def test_the_card_tells_what_is_in_force_and_keeps_it() -> None:
+    world = World(facts=replace(ALIASED, modes={"attention": "auto", "dtype": "auto", "layout": "compact"}))
+    engines = world.cluster.answer["processes"]
+    world.cluster.answer["processes"] = []
+    for path in ("/v1/models", "/v1/models/house", "/api/tags"):
+        assert (await call(world.app, "GET", path)).status == 503, "nobody knows yet what auto came to"
+    world.cluster.answer["processes"] = engines
+    (card,) = (await call(world.app, "GET", "/v1/models")).json["data"]
+    shown = {name: card["flare"][name] for name in ("device", "attention", "numerics", "dtype", "layout")}
+    assert shown == {**engines[0]["facts"], "layout": "compact"}
+    tags = (await call(world.app, "GET", "/api/tags")).json
+    world.cluster.answer["processes"] = []
+    assert (await call(world.app, "GET", "/v1/models/house")).json == card
+    assert (await call(world.app, "GET", "/api/tags")).json == tags
+
+
+@asynchronous
+async def test_the_listed_release_is_the_servers_day() -> None:
+    (entry,) = (await call(World().app, "GET", "/v1/models")).json["models"]
+    assert entry["release_date"] == "2023-11-14"
+
+
+@asynchronous
 async def test_generation_objects_name_the_loaded_model_whatever_was_asked() -> None:
     world = World(facts=ALIASED)
     body = {"model": "gpt-9", "messages": [{"role": "user", "content": "x"}]}
