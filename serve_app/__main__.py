@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from serve_app.ray_flags import set_flags
 from serve_app.settings import Settings, SettingsError, load, parse_arguments
+from serve_app.supervision import supervised
 
 if TYPE_CHECKING:
     from serve_app.app import Target
@@ -51,6 +52,14 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         if settings.graph.address is None:
             check_port(settings.server.host, settings.server.port)
+    except SettingsError as error:
+        print(f"flare: {error}", file=sys.stderr)
+        return REFUSED
+    return supervised(lambda: _run(settings, began))
+
+
+def _run(settings: Settings, began: float) -> int:
+    try:
         return _serve(settings, began)
     except SettingsError as error:
         print(f"flare: {error}", file=sys.stderr)
