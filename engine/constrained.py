@@ -1,8 +1,9 @@
 """ConstrainedDecoding: when an output constraint binds, and what may be generated instead of the answer.
 
-The constraint is the answer's alone. Reasoning is free; where the answer is due, a call, reasoning or a family's own
-markup may begin as well; a call is free once it has begun; after a complete call the output may end. What state the
-output is in is asked of the syntax machine, so that engine and ingress can't disagree.
+The constraint is the answer's alone. Reasoning is free, but the output can't end in it while the answer is due; where
+the answer is due, a call, reasoning or a family's own markup may begin as well; a call is free once it has begun;
+after a complete call the output may end. What state the output is in is asked of the syntax machine, so that engine
+and ingress can't disagree.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class ConstrainedDecoding:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._count = 0
         self._attempt = 0
+        self._called = False
+        self._endless = _without(b"\xff" * (-(-grammars.vocab_size // 32) * 4), self._eos)
         self._opener: GrammarMatcher | None = None
         self._answer: GrammarMatcher | None = grammars.matcher(constraint)
         if syntax is not None:
@@ -99,7 +102,7 @@ class ConstrainedDecoding:
     def mask(self) -> bytes | None:
         syntax = self._syntax
         if syntax is not None and syntax.phase == "free":
-            return None
+            return self._endless if syntax.reasoning_open and not self._called else None
         masks: list[bytes] = []
         if self._answer is not None:
             masks.append(self._answer.mask())
@@ -122,6 +125,7 @@ class ConstrainedDecoding:
             return self._answer is not None and self._answer.advance(token)
         segment = self._segment(token)
         events = syntax.feed(segment)
+        self._called = self._called or syntax.called
         if syntax.phase == "free":
             self._answer = self._opener = None
             return True

@@ -173,9 +173,26 @@ def test_only_the_real_token_ends_reasoning() -> None:
     it = rig("qwen38")
     decoding = it.decoding("reasoning")
     allowed(decoding, it.ids("</think> spelled in pieces", specials=False))
-    assert decoding.mask() is None
+    assert all(decoding.allows(token) for token in range(it.tokens.vocab_size) if token not in it.eos)
     allowed(decoding, it.ids("</think>"))
-    assert decoding.mask() is not None
+    assert not decoding.allows(ord("x"))
+
+
+@pytest.mark.parametrize("recipe", CALLS)
+def test_the_output_does_not_end_in_reasoning_while_its_answer_is_due(recipe: str) -> None:
+    it = rig(recipe)
+    decoding = it.decoding(OPENING[recipe])
+    for token in it.ids(REASONING[recipe]):
+        assert not decoding.allows(it.eos[0])
+        assert decoding.advance(token)
+    assert not decoding.allows(it.eos[0])
+
+
+def test_reasoning_behind_a_call_may_end_the_output() -> None:
+    it = rig("qwen38")
+    decoding = it.decoding("reasoning")
+    allowed(decoding, it.ids(f"so</think>{CALLS['qwen38']}\n<think>and"))
+    assert decoding.allows(it.eos[0])
 
 
 def test_the_answer_may_hold_the_closing_token() -> None:
