@@ -14,15 +14,29 @@ others get theirs at chosen positions: a shared prefix, the end of a message, th
 
 
 @dataclass(frozen=True, slots=True)
+class Beginning:
+    """The first `count` positions of `page`, to be copied into a page of the request's own."""
+
+    page: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """`length` positions are restored by mapping `pages`, and for models that need it `window` pages and the state
-    rows `state`."""
+    rows `state`; then those of `begun` by copying."""
 
     length: int
     pages: tuple[int, ...]
     role: Role = "page"
     window: tuple[int, ...] = ()
     state: tuple[int, ...] = ()
+    begun: Beginning | None = None
+
+    @property
+    def restored(self) -> int:
+        """All positions that needn't be computed."""
+        return self.length + (self.begun.count if self.begun is not None else 0)
 
 
 NOTHING = Checkpoint(0, ())

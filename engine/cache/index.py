@@ -1,16 +1,24 @@
 """PrefixIndex: the longest restorable checkpoint for a chain of page keys.
 
 Owns the map from keys to pages, not the pages: references are `engine.cache.pages`' affair. In a dense layout every
-known chain is a checkpoint at its page end. In others only positions marked by `mark` are, while their whole chain
-is known.
+known chain is a checkpoint at its page end, and a page after it whose first tokens are the wanted ones can be copied.
+In others only positions marked by `mark` are, while their whole chain is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from engine.cache.checkpoints import NOTHING, Checkpoint, Role
+import numpy as np
+
+from engine.cache.checkpoints import NOTHING, Beginning, Checkpoint, Role
+
+CANDIDATES = 16
+"""Pages after one chain, the latest first, that are compared with the tokens that a request wants next."""
+
+_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,9 @@ class PrefixIndex:
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         self._marks: dict[bytes, _Mark] = {}
+        # (parent key and first token) → pages, and page → (that, its tokens)
+        self._after: dict[bytes, dict[int, None]] = {}
+        self._contents: dict[int, tuple[bytes, bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -59,14 +70,28 @@ class PrefixIndex:
                 return Checkpoint(length, tuple(pages[:count]), mark.role, mark.window, mark.state)
         return NOTHING
 
-    def add(self, key: bytes, page: int) -> bool:
-        """Names `page`. False when the key is known already, and the index keeps the page it has."""
+    def beginning(self, parent: bytes, tokens: bytes) -> Beginning | None:
+        """The page after the chain `parent` that shares the most first tokens with `tokens` (little-endian int32)."""
+        best: Beginning | None = None
+        for page in islice(reversed(self._after.get(parent + tokens[:_ID_BYTES], {})), CANDIDATES):
+            shared = _shared(self._contents[page][1], tokens)
+            if best is None or shared > best.count:
+                best = Beginning(page, shared)
+        return best
+
+    def add(self, key: bytes, page: int, parent: bytes = b"", tokens: bytes = b"") -> bool:
+        """Names `page`, which holds `tokens` after the chain `parent`; without tokens it can't be reused in part. False
+        when the key is known already, and the index keeps the page it has."""
         if key in self._pages:
             return False
         if page in self._keys:
             raise ValueError(f"page {page} already has a name")
         self._pages[key] = page
         self._keys[page] = key
+        if tokens and self._dense:
+            place = parent + tokens[:_ID_BYTES]
+            self._after.setdefault(place, {})[page] = None
+            self._contents[page] = (place, tokens)
         return True
 
     def mark(self, key: bytes, role: Role, *, window: tuple[int, ...] = (), state: tuple[int, ...] = ()) -> None:
@@ -81,3 +106,17 @@ class PrefixIndex:
         if key is not None:
             del self._pages[key]
             self._marks.pop(key, None)
+        place, _ = self._contents.pop(page, (None, b""))
+        if place is not None:
+            siblings = self._after[place]
+            del siblings[page]
+            if not siblings:
+                del self._after[place]
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    """How many first tokens two runs of little-endian int32 have in common."""
+    size = min(len(one), len(other)) // _ID_BYTES
+    first, second = (np.frombuffer(run, "<i4", size) for run in (one, other))
+    differ = np.flatnonzero(first != second)
+    return int(differ[0]) if len(differ) else size

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.cache.checkpoints import NOTHING, Checkpoint
 from engine.cache.index import PrefixIndex
+from engine.cache.keys import next_key
 from engine.cache.pages import PagePool
 
 
@@ -58,19 +60,44 @@ class KVCache:
             else:
                 del self._promised[key]
 
+    def begun(self, found: Checkpoint, parent: bytes, tokens: bytes) -> Checkpoint:
+        """`found` with the beginning of a page after it, when one shares enough of the `tokens` that follow (less than
+        an eighth of a page isn't worth a copy). `parent`: the key at the end of `found`."""
+        if not self.reuse:
+            return found
+        beginning = self.index.beginning(parent, tokens)
+        if beginning is None or 8 * beginning.count < self.page_tokens:
+            return found
+        return replace(found, begun=beginning)
+
     def room(self, found: Checkpoint) -> int:
         """Pages that could be taken after the pages of `found` are held."""
-        return self.pool.available - self.pool.idle(found.pages)
+        held = found.pages if found.begun is None else (*found.pages, found.begun.page)
+        return self.pool.available - self.pool.idle(held)
 
-    def open(self, found: Checkpoint, pages: int) -> list[int]:
-        """A page table of `pages` pages that begins with the held pages of `found`. Raises PagesExhausted."""
-        self.pool.hold(found.pages)
-        return [*found.pages, *self.pool.take(pages - len(found.pages))]
+    def open(self, found: Checkpoint, pages: int, fence: int = 0) -> list[int]:
+        """A page table of `pages` pages that begins with the held pages of `found`. The page to copy from keeps its
+        content until step `fence` is done. Raises PagesExhausted."""
+        source = [found.begun.page] if found.begun is not None else []
+        self.pool.hold([*found.pages, *source])
+        own = self.pool.take(pages - len(found.pages))
+        self.pool.release(source, fence)
+        return [*found.pages, *own]
 
-    def publish(self, key: bytes, page: int) -> None:
-        """The held `page` holds what `key` names. A duplicate of a known page stays private."""
-        if self.reuse and self.index.add(key, page):
+    def publish(self, key: bytes, page: int, parent: bytes = b"", tokens: bytes = b"") -> None:
+        """The held `page` holds what `key` names: `tokens` after the chain `parent`, given where a part of it may be
+        reused. A duplicate of a known page stays private."""
+        if self.reuse and self.index.add(key, page, parent, tokens):
             self.pool.publish(page)
+
+    def publish_part(self, parent: bytes, tokens: bytes, page: int) -> None:
+        """The held `page` begins with `tokens` after the chain `parent`, worth keeping if they are enough and no other
+        page begins so."""
+        if not self.reuse or 8 * len(tokens) < 4 * self.page_tokens:
+            return
+        known = self.index.beginning(parent, tokens)
+        if (known is None or 4 * known.count < len(tokens)) and self.index.key(page) is None:
+            self.publish(next_key(parent, tokens), page, parent, tokens)
 
     def close(self, pages: Sequence[int], keys: Sequence[bytes], fence: int) -> None:
         """Releases a page table until step `fence` is done. `keys` name its complete pages: a private duplicate takes

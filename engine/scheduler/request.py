@@ -104,6 +104,11 @@ class Request:
         self.promised = 0
 
     @property
+    def unscored(self) -> bool:
+        """Prompt scores are wanted and not all delivered: the prompt must be computed from its first token."""
+        return self.scoring and self.scored < self.prompt_length
+
+    @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 

@@ -246,9 +246,10 @@ class Scheduler:
                 continue
             if self.kv.room(found) < pages - len(found.pages) + len(self.active):
                 return
+            found = self._begun(request, found, pages)
             self._occupy(request, found, pages, flight.step)
             prefills += 1
-            backlog += length - found.length
+            backlog += length - found.restored
 
     def _ready(self, request: Request) -> bool:
         """Whether a waiting request could start, but for slots and pages."""
@@ -273,27 +274,39 @@ class Scheduler:
     def _find(self, request: Request, length: int) -> Checkpoint | None:
         """What can be restored for a request; None when it had better wait for what another is computing."""
         self._name_pages(request)
-        if request.scoring and request.scored < request.prompt_length:
+        if request.unscored:
             return NOTHING
         found = self.kv.find(request.keys, length)
         request.awaits = self.kv.awaited(request.keys, found, length)
         return found if request.awaits is None else None
+
+    def _begun(self, request: Request, found: Checkpoint, pages: int) -> Checkpoint:
+        """`found` with the beginning of a page after it, where there is one and room for the copy."""
+        start = found.length
+        end = min(start + self.config.page_tokens, len(request.tokens) - 1)
+        if end <= start or request.unscored or image_part(start, end, request.prompt.images):
+            return found
+        begun = self.kv.begun(found, self._parent(request, len(found.pages)), request.tokens[start:end].tobytes())
+        enough = self.kv.room(begun) >= pages - len(found.pages) + len(self.active)
+        return begun if enough else found
 
     def _occupy(self, request: Request, found: Checkpoint, pages: int, step: Step) -> None:
         """Moves a waiting request onto a slot."""
         self.waiting.remove(request)
         request.slot = self._slots.pop()
         self.active[request.slot] = request
-        request.pages = self.kv.open(found, pages)
-        request.computed = found.length
+        request.pages = self.kv.open(found, pages, fence=step.number)
+        if found.begun is not None:
+            step.copies.append((found.begun.page, request.pages[len(found.pages)]))
+        request.computed = found.restored
         request.prefill_end = len(request.tokens)
         request.published = len(found.pages)
         request.promised = request.prefill_end // self.config.page_tokens if request.keys else 0
         self.kv.promise(request.keys[request.published : request.promised])
         if request.cached_tokens is None:
-            request.cached_tokens = min(found.length, request.prompt_length)
-        self.counters.reused_tokens += found.length
-        step.setups.append(request.setup(found.length, with_prompt=self._with_prompt))
+            request.cached_tokens = min(found.restored, request.prompt_length)
+        self.counters.reused_tokens += found.restored
+        step.setups.append(request.setup(found.restored, with_prompt=self._with_prompt))
         step.tables.append((request.slot, 0, list(request.pages)))
 
     def _plan_prefills(self, flight: Flight) -> None:
@@ -313,7 +326,7 @@ class Scheduler:
         start = request.computed
         end = start + count
         sample = end == request.prefill_end and request.wants_more
-        score = request.scoring and request.scored < request.prompt_length
+        score = request.unscored
         guide = request.guide
         gated = sample and guide is not None and guide.gated(request.generated)
         flight.add(
@@ -403,6 +416,8 @@ class Scheduler:
         self.waiting.resume(request)
 
     def _vacate(self, request: Request, *, trusted: bool = True) -> None:
+        if trusted:
+            self._publish_rest(request)
         self.kv.withdraw(request.keys[request.published : request.promised])
         self.kv.close(request.pages, request.keys[: request.published] if trusted else (), fence=self._number)
         del self.active[request.slot]
@@ -438,10 +453,28 @@ class Scheduler:
     def _publish(self, request: Request, complete: int) -> None:
         """The first `complete` pages of a running request can be reused from the next step on."""
         complete = min(complete, len(request.keys))
+        size = self.config.page_tokens
         for page in range(request.published, complete):
-            self.kv.publish(request.keys[page], request.pages[page])
+            tokens = self._content(request, page * size, (page + 1) * size)
+            self.kv.publish(request.keys[page], request.pages[page], self._parent(request, page), tokens)
         self.kv.withdraw(request.keys[request.published : min(complete, request.promised)])
         request.published = max(request.published, complete)
+
+    def _publish_rest(self, request: Request) -> None:
+        """What a leaving request computed of its last page can be copied by others."""
+        end = min(request.computed, len(request.tokens))
+        page = end // self.config.page_tokens
+        tokens = self._content(request, page * self.config.page_tokens, end)
+        if tokens and page == request.published:
+            self.kv.publish_part(self._parent(request, page), tokens, request.pages[page])
+
+    def _parent(self, request: Request, page: int) -> bytes:
+        """The key of the page before `page`."""
+        return request.keys[page - 1] if page else self._seed
+
+    def _content(self, request: Request, start: int, end: int) -> bytes:
+        """The tokens of positions [start, end); nothing where an image lies, whose placeholders are all alike."""
+        return b"" if image_part(start, end, request.prompt.images) else request.tokens[start:end].tobytes()
 
     def _tell(
         self,

@@ -29,14 +29,14 @@ def test_cached_tokens_are_always_there(tiny: tuple[Site, Any]) -> None:
         warm = site.post(endpoint, body(endpoint, text, max_tokens=1))["usage"]
         assert cold["prompt_tokens_details"]["cached_tokens"] == 0
         reused = warm["prompt_tokens_details"]["cached_tokens"]
-        assert reused % 16 == 0 and 0 < warm["prompt_tokens"] - reused <= 17
+        assert reused == warm["prompt_tokens"] - 1
         assert warm["total_tokens"] == warm["prompt_tokens"] + 1
 
 
 def test_a_prompt_of_whole_pages_leaves_a_token_to_compute(tiny: tuple[Site, Any]) -> None:
     site, _ = tiny
     ids = [(5 * place) % 600 + 9 for place in range(64)]
-    for cached in (0, 48, 48):
+    for cached in (0, 63, 63):
         usage = site.completion(ids, max_tokens=1)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == cached
 

@@ -74,7 +74,8 @@ class FakeRank:
             table = self.slots[slot].table
             assert first == len(table), "page tables grow at their end"
             table += pages
-        assert not step.copies
+        for source, target in step.copies:
+            self.memory[target] = list(self.memory[source])
         assert len({row.slot for row in step.rows}) == len(step.rows), "one row a slot and step"
         result = StepResult(step.number)
         histories = [self._forward(row, result) for row in step.rows]

@@ -188,7 +188,7 @@ class Site:
 
     # ---- calls without sockets ----
 
-    def run(self, work: Coroutine[Any, Any, Result], seconds: float = 60.0) -> Result:
+    def run(self, work: Coroutine[Any, Any, Result], seconds: float = 240.0) -> Result:
         """The result of `work` on the site's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 

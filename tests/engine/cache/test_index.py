@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from engine.cache.checkpoints import NOTHING
-from engine.cache.index import PrefixIndex
+from engine.cache.checkpoints import NOTHING, Beginning
+from engine.cache.index import CANDIDATES, PrefixIndex
 
 KEYS = [b"a", b"b", b"c", b"d"]
 
@@ -61,3 +62,35 @@ def test_one_page_a_key_and_one_key_a_page() -> None:
     assert index.page(b"a") == 10
     with pytest.raises(ValueError, match="already has a name"):
         index.add(b"new", 10)
+
+
+def ids(*tokens: int) -> bytes:
+    return np.array(tokens, "<i4").tobytes()
+
+
+def test_the_beginning_that_shares_the_most_tokens() -> None:
+    index = PrefixIndex(4)
+    for page, tokens in enumerate(((1, 2, 3, 4), (1, 2, 9, 9), (1, 2, 3, 9), (5,), (1, 7))):
+        index.add(b"%d" % page, page, b"parent", ids(*tokens))
+    index.add(b"other", 9, b"elsewhere", ids(8, 8, 8, 8))
+    index.add(b"silent", 10)
+    assert index.beginning(b"parent", ids(1, 2, 9)) == Beginning(1, 3)
+    assert index.beginning(b"parent", ids(1, 2, 3, 9)) == Beginning(2, 4)
+    assert index.beginning(b"parent", ids(1, 2)) == Beginning(2, 2), "the latest of equals"
+    assert index.beginning(b"parent", ids(5, 6)) == Beginning(3, 1), "a part of a page has its own length"
+    assert index.beginning(b"parent", ids(8, 8)) is None
+    index.forget(2)
+    assert index.beginning(b"parent", ids(1, 2, 3, 9)) == Beginning(0, 3)
+    for page in (0, 1, 3, 4, 9, 10):
+        index.forget(page)
+    assert not index._after and not index._contents
+
+
+def test_few_beginnings_are_compared_and_none_in_other_layouts() -> None:
+    index = PrefixIndex(4)
+    for page in range(CANDIDATES + 1):
+        index.add(b"%d" % page, page, b"", ids(1, page))
+    assert index.beginning(b"", ids(1, 0)) == Beginning(CANDIDATES, 1), "the oldest isn't looked at"
+    sparse = PrefixIndex(4, dense=False)
+    sparse.add(b"a", 0, b"", ids(1, 2))
+    assert sparse.beginning(b"", ids(1, 2)) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from engine.cache.checkpoints import NOTHING
 from engine.cache.kv import KVCache
 
@@ -84,3 +86,44 @@ def test_without_reuse_nothing_is_known() -> None:
     kv.withdraw([b"a"])
     kv.close(pages, [b"a"], fence=0)
     assert kv.pool.free == 2
+
+
+def ids(*tokens: int) -> bytes:
+    return np.array(tokens, "<i4").tobytes()
+
+
+def test_a_page_to_copy_from_outlives_the_step() -> None:
+    kv = KVCache(2, 8)
+    (source,) = kv.open(NOTHING, 1)
+    kv.publish(b"a", source, b"", ids(*range(8)))
+    kv.close([source], [b"a"], fence=0)
+    found = kv.begun(NOTHING, b"", ids(0, 1, 2, 9))
+    assert found.begun is not None and (found.length, found.restored, found.begun.page) == (0, 3, source)
+    assert kv.room(found) == 1 and kv.room(NOTHING) == 2
+    table = kv.open(found, 1, fence=5)
+    assert table != [source] and kv.pool.available == 0 and kv.pool.draining == 1
+    kv.pool.drained(5)
+    assert kv.pool.available == 1
+    kv.pool.check()
+
+
+def test_short_beginnings_are_not_worth_a_copy() -> None:
+    kv = KVCache(2, 16)
+    (page,) = kv.open(NOTHING, 1)
+    kv.publish(b"a", page, b"", ids(*range(16)))
+    assert kv.begun(NOTHING, b"", ids(0, 9)) is NOTHING
+    assert kv.begun(NOTHING, b"", ids(0, 1, 9)).restored == 2
+    assert KVCache(2, 16, reuse=False).begun(NOTHING, b"", ids(0, 1)) is NOTHING
+
+
+def test_a_part_is_kept_unless_another_page_begins_so() -> None:
+    kv = KVCache(3, 8)
+    first, second, third = kv.open(NOTHING, 3)
+    kv.publish_part(b"", ids(1, 2, 3), first)
+    kv.publish_part(b"", ids(1, 2), second)
+    kv.publish_part(b"", ids(1, 2, 3, 4), third)
+    assert kv.pool.cached == 2, "what the first page holds already is no news"
+    found = kv.begun(NOTHING, b"", ids(1, 2, 3, 4, 5))
+    assert found.begun is not None and (found.begun.page, found.restored) == (third, 4)
+    kv.distrust([third])
+    assert kv.begun(NOTHING, b"", ids(1, 2, 3, 4, 5)).restored == 3
