@@ -123,6 +123,7 @@ def _collect(pieces: Iterable[bytes], limit: int) -> bytes:
     for piece in pieces:
         size += len(piece)
         if size > limit:
+            out.clear()  # the error's traceback may keep this frame for a while
             raise too_large(limit)
         out.append(piece)
     return b"".join(out)

@@ -283,3 +283,17 @@ async def test_workers_are_bounded() -> None:
     finally:
         workers.close()
     assert most == 2
+
+
+def test_a_bomb_leaves_nothing_in_the_errors_traceback() -> None:
+    """Whoever keeps the error keeps its frames; what was decoded up to the bound must not stay with them."""
+    with pytest.raises(BodyTooLarge) as caught:
+        body.decompress("gzip", gzip.compress(bytes(8 * 2**20)), 4 * 2**20)
+    kept = 0
+    trace = caught.value.__traceback__
+    while trace is not None:
+        kept += sum(
+            sum(map(len, value)) for value in trace.tb_frame.f_locals.values() if isinstance(value, list) and value
+        )
+        trace = trace.tb_next
+    assert kept < 2**20
