@@ -26,16 +26,7 @@ def test_a_marker_is_refused_with_another_text(text: str, other: str) -> None:
     assert caught.value.field == "messages.1.content.0.signature"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m[:-1] + ("0" if m[-1] != "0" else "1"),
-        lambda m: m + "x",
-        str.upper,
-        lambda m: PREFIX + "abc",
-        lambda m: PREFIX,
-    ],
-)
+@pytest.mark.parametrize("change", [lambda m: m[:-1] + ("0" if m[-1] != "0" else "1"), lambda m: m + "x", str.upper])
 def test_a_damaged_marker_is_refused(change: object) -> None:
     assert callable(change)
     damaged = PREFIX + change(marker("I add 2 and 2."))[len(PREFIX) :]
@@ -43,7 +34,7 @@ def test_a_damaged_marker_is_refused(change: object) -> None:
         check("I add 2 and 2.", damaged, "signature")
 
 
-@pytest.mark.parametrize("signature", [None, "", "EqoBCkgIARABGAIiQL", "flare-thinking-v0:" + "0" * 64])
+@pytest.mark.parametrize("signature", [None, "", "EqoBCkgIARABGAIiQL", "flare-thinking-v0:" + "0" * 64, PREFIX + "abc"])
 def test_foreign_signatures_pass(signature: str | None) -> None:
     check("Readable reasoning of another provider.", signature, "signature")
 
