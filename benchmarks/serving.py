@@ -47,6 +47,7 @@ class Server:
 
 def start(settings: list[str], deadline: float = 180.0) -> Server:
     """Starts the server and waits until /health is ok. Raises RuntimeError when it ends or never gets ready."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `finally` stops the server
     port, mark = free_port(), f"FLARE_BENCHMARK={uuid.uuid4().hex}"
     name, value = mark.split("=")
     env = {**os.environ, name: value, "RAY_AUTH_MODE": "disabled"}
