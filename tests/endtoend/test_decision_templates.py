@@ -1,0 +1,60 @@
+"""The scorer over every recipe's own template or encoder: common states, labels after the complete prompt, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.recipes.catalog import RECIPES
+from tests.endtoend.test_recipes import family, tokenizer
+from tests.support.inline_server import Site
+from tests.support.outputs import CONTROL
+from tests.support.scripted import script, turn
+
+STATE = "The parcel came late, twice."
+BODY: dict[str, Any] = {
+    "model": "m",
+    "state": STATE,
+    "questions": {
+        "late": {"type": "noul", "instructions": "Was it late?"},
+        "team": {"type": "choice", "criteria": {f"team {place}": None for place in range(12)}},
+        "harm": {"type": "score", "criteria": ["none", "some", "much"]},
+    },
+}
+TEMPLATED = sorted(name for name, recipe in RECIPES.items() if recipe.template is not None and family(name) in CONTROL)
+
+
+def served(recipe: str, directory: Path) -> Site:
+    """With the vocabulary of the template's family, or a small one for the families whose own is slow to prepare."""
+    small = {"specials": ["<|im_start|>", *RECIPES[recipe].stop_tokens], "added": CONTROL[family(recipe)]}
+    words = tokenizer(recipe, directory) if family(recipe) != "qwen38" else {"synthetic": small}
+    source = script(directory, [turn("x")], recipe=recipe, tokenizer=words, context=4096)
+    return Site(source, cache=directory / "cache", engine={"context": 4096, "page_tokens": 16})
+
+
+@pytest.mark.parametrize("recipe", TEMPLATED)
+def test_labels_follow_the_complete_prompt_of_every_template(recipe: str, tmp_path: Path) -> None:
+    syntax = RECIPES[recipe].reasoning
+    with served(recipe, tmp_path) as site:
+        if syntax is not None and syntax.default_on and not syntax.can_disable:
+            assert "always opens reasoning" in site.refused("/v1/systemone", BODY)
+            assert not site.engine.generations
+            return
+        found = site.post("/v1/systemone", BODY)
+        assert found["usage"]["output_tokens"] == 3
+        children = [request.children[0] for request in site.engine.prepared]
+        prompts = [site.model.tokens.decode(child.token_ids.tolist()) for child in children]
+        shared = prompts[0].index(STATE) + len(STATE)
+        assert len({prompt[:shared] for prompt in prompts}) == 1, "the state comes first, in the same words"
+        for child, prompt in zip(children, prompts, strict=True):
+            assert child.opening == "content"
+            assert "\nAnswer:" in prompt[shared:] and "Answer:" not in prompt[prompt.rindex("\nAnswer:") + 8 :]
+            ids = child.token_ids.tolist()
+            labels = child.output.logprob_token_ids
+            assert len(set(labels)) == len(labels) in (2, 12, 3)
+            for id in labels:
+                text = site.model.tokens.text(id)
+                assert len(text) == 1 and text.isalnum()
+                assert site.model.tokenizer.encode(prompt + text, specials=True) == [*ids, id]
