@@ -31,8 +31,6 @@ from engine.types.request import OutputOptions, PreparedPrompt, SamplingParams
 SOURCE: Final = "builtin:smollm2"
 REQUESTS: Final = 64
 PROMPT, OUTPUT = 32, 32
-LONG: Final = 8191
-"""Prompt tokens to score: with the one that is generated, the demo model's context."""
 VOCABULARY: Final = 151_936
 TOP_P: Final = SamplingParams(0.8, 0.95, -1, 0.0, 1.0, 0.0, 0.0, 1)
 
@@ -50,64 +48,66 @@ def main() -> None:
     parser.add_argument("--only", default="logprobs,scores,memory,filters")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--long", type=int, default=8191, help="prompt tokens to score (default: the whole context)")
     parser.add_argument("--peak", choices=["plain", "scored"], help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.peak:
-        print(peak(asked.peak == "scored", asked.threads))
+        print(peak(asked.peak == "scored", asked))
         return
     print(json.dumps({"machine": describe()}), flush=True)
-    measurements: dict[str, Callable[[int, int], Iterator[dict[str, Any]]]] = {
+    measurements: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
         "logprobs": logprobs,
         "scores": scores,
         "memory": memory,
         "filters": filters,
     }
     for name in asked.only.split(","):
-        for found in measurements[name](asked.repeats, asked.threads):
+        for found in measurements[name](asked):
             print(json.dumps({"measurement": name, **found}), flush=True)
 
 
-def logprobs(repeats: int, threads: int) -> Iterator[dict[str, Any]]:
+def logprobs(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """64 requests decoded together, with 20 alternatives a token and without."""
     generator = np.random.default_rng(7)
     starts = generator.integers(3, 40_000, (REQUESTS, PROMPT), dtype=np.int32)
-    with demo(threads, max_requests=REQUESTS) as inline:
+    with demo(asked.threads, max_requests=REQUESTS) as inline:
 
         def run(count: int | None) -> Taken:
             output = OutputOptions(logprobs=count)
             prompts = [prompt(ids, OUTPUT, output, seed) for seed, ids in enumerate(starts)]
             return taken(lambda: inline.generate(prompts))
 
-        yield compared(run, {"plain": None, "chosen": 0, "twenty": 20}, repeats)
+        yield compared(run, {"plain": None, "chosen": 0, "twenty": 20}, asked.repeats)
 
 
-def scores(repeats: int, threads: int) -> Iterator[dict[str, Any]]:
+def scores(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One long prompt without and with scores."""
-    with demo(threads, prefix_cache=False) as inline:
+    with demo(asked.threads, prefix_cache=False) as inline:
 
         def run(count: int | None) -> Taken:
-            return taken(lambda: inline.generate([long_prompt(count)]))
+            return taken(lambda: inline.generate([long_prompt(asked.long, count)]))
 
-        yield {"tokens": LONG, **compared(run, {"plain": None, "one": 1, "twenty": 20}, repeats)}
+        yield {"tokens": asked.long, **compared(run, {"plain": None, "one": 1, "twenty": 20}, asked.repeats)}
 
 
-def memory(repeats: int, threads: int) -> Iterator[dict[str, Any]]:
+def memory(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Peak memory of a process that prefills a long prompt, without and with scores."""
     peaks = {}
     for name in ("plain", "scored"):
-        command = [sys.executable, "-m", "benchmarks.observations", "--peak", name, "--threads", str(threads)]
+        command = [sys.executable, "-m", "benchmarks.observations", "--peak", name, "--threads", str(asked.threads)]
+        command += ["--long", str(asked.long)]
         peaks[name] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    yield {"tokens": LONG, "mib": peaks, "extra_mib": round(peaks["scored"] - peaks["plain"], 1)}
+    yield {"tokens": asked.long, "mib": peaks, "extra_mib": round(peaks["scored"] - peaks["plain"], 1)}
 
 
-def peak(scored: bool, threads: int) -> float:
+def peak(scored: bool, asked: argparse.Namespace) -> float:
     """This process's greatest resident size, in MiB, after one long prompt."""
-    with demo(threads, prefix_cache=False) as inline:
-        inline.generate([long_prompt(20 if scored else None)])
+    with demo(asked.threads, prefix_cache=False) as inline:
+        inline.generate([long_prompt(asked.long, 20 if scored else None)])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def filters(repeats: int, threads: int) -> Iterator[dict[str, Any]]:
+def filters(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Milliseconds a row of sampling at a vocabulary of 152k, with top-p and without: over logits whose probabilities
     fall with their rank, as a language model's do, and over nearly flat ones, the worst case."""
     import torch
@@ -116,7 +116,7 @@ def filters(repeats: int, threads: int) -> Iterator[dict[str, Any]]:
     from engine.execution.sampling_state import SamplingState
     from engine.scheduler.step import SlotSetup
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(asked.threads)
     plain = SamplingParams(0.8, 1.0, -1, 0.0, 1.0, 0.0, 0.0, 1)
     for shape in ("ranked", "flat"):
         for name, params in (("top_p", TOP_P), ("unfiltered", plain)):
@@ -128,7 +128,7 @@ def filters(repeats: int, threads: int) -> Iterator[dict[str, Any]]:
                 for slot in range(rows):
                     state.bind(SlotSetup(slot, params, 0, 0))
                 ready = state.rows(range(rows), torch.arange(rows))
-                times = [taken(partial(sample, logits, ready)) for _ in range(3 * repeats)]
+                times = [taken(partial(sample, logits, ready)) for _ in range(3 * asked.repeats)]
                 best = min(time.cpu for time in times)
                 middle = statistics.median(time.wall for time in times)
                 yield {
@@ -153,8 +153,8 @@ def prompt(ids: Any, tokens: int, output: OutputOptions, seed: int) -> PreparedP
     return PreparedPrompt(np.asarray(ids, np.int32), sampling, tokens, eos_ids=(), ignore_eos=True, output=output)
 
 
-def long_prompt(alternatives: int | None) -> PreparedPrompt:
-    ids = np.random.default_rng(3).integers(3, 40_000, LONG, dtype=np.int32)
+def long_prompt(tokens: int, alternatives: int | None) -> PreparedPrompt:
+    ids = np.random.default_rng(3).integers(3, 40_000, tokens, dtype=np.int32)
     return prompt(ids, 1, OutputOptions(prompt_logprobs=alternatives), 1)
 
 
