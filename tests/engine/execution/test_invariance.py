@@ -20,7 +20,7 @@ def driver_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def test_alone_in_a_batch_and_in_any_chunks(driver_of: Any) -> None:
-    lengths = [5, 16, 33, 70, 129, 200, 17, 90]
+    lengths = [5, 16, 33, 70, 129, 200, 17, 600]
     prompts = [tokens(length, seed=length) for length in lengths]
 
     def alone(chunk: int) -> list[tuple[list[int], torch.Tensor]]:
