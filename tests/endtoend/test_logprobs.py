@@ -57,6 +57,26 @@ def test_chat_entries_are_the_raw_distribution(demo: Site) -> None:
         assert [other["token"] for other in entry["top_logprobs"]] == names
 
 
+def test_a_constraint_changes_no_value(demo: Site) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [4, 7]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
+    answer = demo.chat(
+        "Two plus two?", max_tokens=20, response_format=form, logprobs=True, top_logprobs=3, return_token_ids=True
+    )
+    choice = answer["choices"][0]
+    prompt, ids = answer["prompt_token_ids"], choice["token_ids"]
+    exact = log_softmax(reference(), [*prompt, *ids])[len(prompt) - 1 :]
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == len(ids) > 3 and choice["message"]["content"].startswith("{")
+    for place, entry in enumerate(entries):
+        assert entry["logprob"] == pytest.approx(float(exact[place, ids[place]]), abs=1e-4)
+        best = exact[place].topk(3).values.tolist()
+        assert [other["logprob"] for other in entry["top_logprobs"]] == pytest.approx(best, abs=1e-4)
+    assert any(entry["logprob"] < entry["top_logprobs"][-1]["logprob"] for entry in entries), (
+        "the mask forced no token that the model wouldn't have said"
+    )
+
+
 def test_explicit_ids_have_full_vocabulary_values(demo: Site) -> None:
     ids = [49_000, 5, 260, 5, 0]
     answer = demo.completion(
@@ -124,6 +144,19 @@ def test_every_returned_token_has_an_entry_calls_and_reasoning_too(scripted: Sit
     assert names[:3] == ["so", " it", " is"] and "</think>" in names and "</tool_call>" in names
     for entry in entries:
         assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+
+
+def test_a_forced_close_of_reasoning_has_no_entry_but_counts(scripted: Site) -> None:
+    plain, cut = (
+        scripted.chat("reason", logprobs=True, return_token_ids=True, thinking_token_budget=budget)
+        for budget in (50, 2)
+    )
+    close = scripted.model.tokenizer.token_id("</think>")
+    ids = cut["choices"][0]["token_ids"]
+    assert ids[:3] == [*plain["choices"][0]["token_ids"][:2], close]
+    names = [entry["token"] for entry in cut["choices"][0]["logprobs"]["content"]]
+    assert len(names) == len(ids) - 1 and names[:2] == ["so", " it"] and names[2] != "</think>"
+    assert cut["usage"]["completion_tokens"] == len(ids) + 1
 
 
 @pytest.mark.parametrize("text", ["emoji", "faces", "broken", "call", "reason", "plain"])
