@@ -149,9 +149,12 @@ class Lowering:
         children: list[PreparedPrompt] = []
         for prompt in request.prompts:
             child = self._child(request, prompt, sampling, stops)
-            for _ in range(request.n):
+            unscored = replace(child.output, prompt_logprobs=None)
+            for choice in range(request.n):
+                # A buffered answer takes the scores of a prompt from its first choice; a stream shows them in each.
+                output = child.output if choice == 0 or request.stream else unscored
                 choice_seed = (seed + len(children)) % _SEEDS
-                children.append(replace(child, sampling=replace(sampling, seed=choice_seed)))
+                children.append(replace(child, sampling=replace(sampling, seed=choice_seed), output=output))
         echoes = tuple(self._echo(prompt) for prompt in request.prompts) if request.echo else ()
         return PreparedRequest(tuple(children), echoes)
 

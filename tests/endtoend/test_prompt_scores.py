@@ -91,6 +91,32 @@ def test_every_choice_of_every_prompt_has_its_prompts_scores(demo: Site) -> None
     assert demo.chat("Hi", n=2, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"][0] is None
 
 
+def test_a_prompt_is_scored_once_for_all_its_choices(scripted: Site) -> None:
+    before = scripted.inline.engine.stats().prefill_tokens
+    ids = [*b"plain" * 20]
+    for fields in ({"prompt_logprobs": 2}, {"prompt_logprobs": 0, "max_tokens": 0}, {"echo": True, "logprobs": 1}):
+        answer = scripted.completion([ids, ids[::-1]], n=4, **{"max_tokens": 2, **fields})
+        assert [len(choice["prompt_logprobs"]) for choice in answer["choices"]] == [100] * 8
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    computed = scripted.inline.engine.stats().prefill_tokens - before
+    assert computed < 3 * 200 + 4 * 3 * 2 * 16, "the other choices found the prompt in the cache"
+    body = {"prompt": [ids], "n": 2, "max_tokens": 1, "echo": True, "logprobs": 0}
+    stream = scripted.stream(COMPLETIONS, body)
+    for index in (0, 1):
+        chunks = [chunk["logprobs"]["tokens"] for chunk in stream.choices(index) if chunk["logprobs"]]
+        assert len([name for names in chunks for name in names]) == 101
+
+
+def test_a_scored_stream_of_zero_tokens(scripted: Site) -> None:
+    body = {"prompt": [*b"plain" * 20], "max_tokens": 0, "echo": True, "logprobs": 1}
+    options = {"include_usage": True}
+    stream = scripted.stream(COMPLETIONS, {**body, "stream_options": options})
+    chunks = stream.choices()
+    assert [len(chunk["logprobs"]["tokens"]) for chunk in chunks if chunk["logprobs"]] == [16] * 6 + [4, 0]
+    assert "".join(chunk["text"] for chunk in chunks) == "plain" * 20
+    assert chunks[-1]["finish_reason"] == "length" and stream.frames[-1]["usage"]["completion_tokens"] == 0
+
+
 def test_generation_and_prompt_scores_share_a_request(demo: Site) -> None:
     choice = demo.completion(TEXT, max_tokens=2, logprobs=2, prompt_logprobs=1, return_token_ids=True)["choices"][0]
     prompt, ids = choice["prompt_token_ids"], choice["token_ids"]
