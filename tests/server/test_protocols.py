@@ -124,7 +124,7 @@ def test_usage_in_a_warm_stream(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-@pytest.mark.parametrize("version", [None, "2023-01-01", "2026-10-21"])
+@pytest.mark.parametrize("version", [None, "2023-01-01", "2026-10-22"])
 def test_the_version_header_is_required(http: httpx.Client, path: str, version: str | None) -> None:
     headers = {} if version is None else {"anthropic-version": version}
     answer = http.post(path, json={"model": "m", "max_tokens": 2, "messages": HELLO}, headers=headers)
