@@ -96,9 +96,9 @@ class KvPool:
         """Puts rows [rows, 2 * kv heads, dim] at flat positions `writes`."""
         self.layers[layer].index_copy_(0, writes, kv if kv.dtype == self.data.dtype else kv.to(self.data.dtype))
 
-    def copy(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
-        """Copies whole pages, (source, destination) each."""
-        source, target = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
+    def copy(self, pairs: Tensor) -> None:
+        """Copies whole pages: (source, destination) each, [copies, 2] int64 on the pool's device."""
+        source, target = pairs.unbind(1)
         self.data[:, target] = self.data[:, source]
 
 

@@ -166,7 +166,7 @@ class Runner:
             self._model.bind(setup)
         self._slots.extend(step.tables)
         if step.copies:
-            self._pool.copy(step.copies, self._device.torch)
+            self._pool.copy(self._device.upload(np.array(step.copies, dtype=np.int64)))
 
     def _lay_out(self, step: Step) -> _Rows:
         total = sum(row.count for row in step.rows)

@@ -162,3 +162,19 @@ def test_a_row_that_is_not_finite_fails_alone(driver: Driver) -> None:
     broken, fine = driver.run([Row(0, 1), Row(1, 1)]).sampled
     assert "finite" in broken.failure
     assert not fine.failure
+
+
+def test_a_copied_page_goes_on_as_its_own(driver: Driver) -> None:
+    """Two prompts part in the second page: its beginning is copied, and each goes on alone."""
+    first, second = tokens(40), [*tokens(40)[:24], *tokens(16, seed=9)]
+    fresh = [driver.generate(slot, ids, 6) for slot, ids in enumerate((first, second))]
+    table = driver.pages(64)
+    driver.prefill(2, first, table=table)
+    own = [table[0], *driver.pages(48)]
+    setup = SlotSetup(3, GREEDY, 24, len(second))
+    row = Row(3, 16, 24, packed(second[24:]))
+    begun = driver.run([row], setups=[setup], tables=[(3, 0, own)], copies=[(table[1], own[1])])
+    slots = {2: [fresh[0][0]], 3: [begun.sampled[0].id]}
+    for slot, ids in driver.decode([2, 3], 5).items():
+        slots[slot] += ids
+    assert [slots[2], slots[3]] == fresh
