@@ -23,6 +23,7 @@ CALL = (
     "\n<function=lookup>\n<parameter=city>\nParis\n</parameter>\n</function>\n",
     token("</tool_call>"),
 )
+NEVER = float("-inf")
 TURNS = (
     turn("hello world, it is the answer"),
     turn(spelled("a🙂b"), " the end", when="emoji"),
@@ -32,7 +33,7 @@ TURNS = (
     turn("so it is\n", token("</think>"), "\n\n", *CALL, "\nand now more text", when="stops later"),
     turn("one", token("<|im_end|>"), " two", token("<|im_end|>"), when="ends"),
     turn(times(40, " the"), then="repeat", when="again"),
-    turn({"id": 0xF0}, {"id": 0x9F}, "x", when="broken", logits={"0": {"#241": 499.0, "#242": 498.0}}),
+    turn({"id": 0xF0}, {"id": 0x9F}, "x", when="broken", logits={"0": {"#241": 499.0, "#242": 498.0, "#7": NEVER}}),
     turn("plain", token("<think>"), " text", token("<tool_call>"), " more", when="delimiters"),
 )
 

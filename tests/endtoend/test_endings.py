@@ -248,6 +248,17 @@ def test_a_token_stop_is_a_stop_on_chat_and_the_end_of_a_turn_on_messages(script
     assert (reply["stop_reason"], reply["stop_sequence"]) == ("end_turn", None)
 
 
+# ---- budgets ----
+
+
+def test_a_budget_needs_reasoning_that_closes_with_one_token(demo: Site, scripted: Site) -> None:
+    assert "thinking_token_budget" in demo.refused(CHAT, chat("hi", max_tokens=1, thinking_token_budget=5))
+    for budget in (0, -1, 2**31, 1.0, "5", True):
+        assert "thinking_token_budget" in scripted.refused(CHAT, chat("hi", thinking_token_budget=budget))
+    off = scripted.chat("plain", thinking_token_budget=1, chat_template_kwargs={"enable_thinking": False})
+    assert off["choices"][0]["message"]["content"] == PLAIN, "output that starts in content is accepted, and not cut"
+
+
 # ---- pages ----
 
 

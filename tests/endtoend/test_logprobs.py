@@ -249,6 +249,12 @@ def test_the_first_of_equal_strings_stays(scripted: Site) -> None:
     assert values["token_id:241"] - values["token_id:242"] == pytest.approx(1.0, abs=1e-6)
 
 
+def test_what_is_not_finite_is_a_number(scripted: Site) -> None:
+    fields: dict[str, Any] = {"max_tokens": 1, "logprobs": 0, "logprob_token_ids": [7], "seed": 1}
+    found = scripted.completion("broken", **fields)["choices"][0]["logprobs"]["top_logprobs"][0]
+    assert found[scripted.model.tokens.text(7)] == -9999.0
+
+
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, RESPONSES])
 def test_tokens_as_ids_on_three_endpoints(scripted: Site, endpoint: str) -> None:
     ids = {"return_tokens_as_token_ids": True}
