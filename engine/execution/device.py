@@ -7,7 +7,8 @@ immediate; on CUDA uploads and readbacks are asynchronous, readbacks on a stream
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,6 +59,10 @@ class Device(Protocol):
         """The default size of the KV pool, once the weights are loaded."""
         ...
 
+    def undivided(self) -> AbstractContextManager[None]:
+        """For many short passes, which cost more to share among threads than to do."""
+        ...
+
 
 class _Immediate:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -77,6 +82,7 @@ class CpuDevice:
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
+        self._threads = threads
         self.torch = torch.device("cpu")
         self.cache_bytes = last_level_cache()
 
@@ -88,6 +94,14 @@ class CpuDevice:
 
     def kv_bytes(self) -> int:
         return _CPU_KV_BYTES
+
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self._threads)
 
 
 class _Pending:
@@ -133,6 +147,9 @@ class CudaDevice:
     def kv_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.torch)
         return max(int(free - total * (1 - _CUDA_MEMORY_SHARE)) - _CUDA_WORKSPACE, 0)
+
+    def undivided(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

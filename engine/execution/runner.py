@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +28,8 @@ from engine.parallel.collectives import Collectives
 from engine.scheduler.step import LateInputs, Row, SampledRow, ScoredRow, Step, StepResult
 
 Late = Callable[[], LateInputs]
+FEW_ROWS = 16
+"""Rows that one thread samples sooner than several do: one row of 152k logits takes 0.8 ms instead of 1.4."""
 SCORE_ROWS = 256
 """Prompt rows that go through the head at once: bounds the memory of their logits."""
 
@@ -211,7 +214,8 @@ class Runner:
             before = time.perf_counter()
             inputs = late()
             pending.waited = time.perf_counter() - before
-        sampled = sample(logits, self._sampling.rows(slots, positions), self._mask(slots, inputs))
+        with self._device.undivided() if len(slots) <= FEW_ROWS else nullcontext():
+            sampled = sample(logits, self._sampling.rows(slots, positions), self._mask(slots, inputs))
         ids = sampled.ids
         forced = [(row, inputs.forced[slot]) for row, slot in enumerate(slots) if slot in inputs.forced]
         if forced:
