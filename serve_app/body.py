@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import brotli
-import orjson
 import zstandard
 
 from protocols.errors import BodyTooLarge, InvalidRequest, RequestTimeout, UnsupportedEncoding
+from protocols.exact_json import loads
 from serve_app.admission import Headers
-from serve_app.jsontext import JsonError, parse_sliced
+from serve_app.jsontext import parse_sliced
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Charge = Callable[[int], None]
@@ -192,8 +192,8 @@ def parse_value(data: bytes) -> Any:
     """The JSON value that `data` holds. Of duplicate names the last one counts; NaN, infinities, lone surrogates,
     invalid UTF-8 and nesting beyond 1024 are refused. Raises InvalidRequest."""
     try:
-        return orjson.loads(data) if len(data) <= INLINE_BYTES else parse_sliced(data)
-    except (orjson.JSONDecodeError, JsonError) as error:
+        return loads(data) if len(data) <= INLINE_BYTES else parse_sliced(data)
+    except ValueError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
 
 

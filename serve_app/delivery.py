@@ -13,12 +13,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol
 
-import orjson
-
 from engine.types.events import ReasoningDelta, SemanticEvent, Terminated, TextDelta, Update
 from protocols.accumulator import failure
 from protocols.encoder import Encoder
 from protocols.errors import ExecutionFailed, ProtocolError
+from protocols.exact_json import dumps
 from serve_app.ingress.ports import Generation, Outcome
 
 logger = logging.getLogger("ray.serve")
@@ -125,7 +124,7 @@ class Response:
 
     def whole(self) -> bytes:
         """The buffered answer's JSON. Raises ProtocolError."""
-        return orjson.dumps(self.encoder.result())
+        return dumps(self.encoder.result())
 
     def outcomes(self) -> tuple[Outcome, ...]:
         """Per choice; those that a failure took down with it failed too."""

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
+
+from protocols.exact_json import loads
 
 MAX_VALUES: Final = 2_000_000
 """Bound on the values of one body: what they cost in memory is a hundred times their text."""
@@ -63,10 +64,10 @@ _GC_PAUSE: Final = _GcPause()
 def parse_sliced(data: bytes) -> Any:
     """The value of a JSON text. Raises JsonError and orjson.JSONDecodeError."""
     if data.count(b",") + data.count(b"[") + data.count(b"{") <= SLICE_VALUES:
-        return orjson.loads(data)
+        return loads(data)
     structure = _Structure(data)
     if structure.values <= SLICE_VALUES:
-        return orjson.loads(data)
+        return loads(data)
     start, end = _strip(data, 0, len(data))
     with _GC_PAUSE:
         return _parse(structure, start, end, 0)
@@ -169,13 +170,13 @@ def _parse(structure: _Structure, start: int, end: int, depth: int) -> Any:
     """The value in [start, end), which has no space around it, inside `depth` containers."""
     data = structure.data
     if structure.count(start, end) <= SLICE_VALUES:
-        return orjson.loads(data[start:end])
+        return loads(data[start:end])
     pair = data[start : start + 1] + data[end - 1 : end]
     if pair == b"[]":
         items: list[Any] = []
         for low, high in _groups(structure, start + 1, end - 1, depth + 1):
             if structure.count(low, high) <= SLICE_VALUES:
-                items += orjson.loads(b"[" + data[low:high] + b"]")
+                items += loads(b"[" + data[low:high] + b"]")
             else:
                 items.append(_parse(structure, low, high, depth + 1))
         return items
@@ -183,7 +184,7 @@ def _parse(structure: _Structure, start: int, end: int, depth: int) -> Any:
         members: dict[str, Any] = {}
         for low, high in _groups(structure, start + 1, end - 1, depth + 1):
             if structure.count(low, high) <= SLICE_VALUES:
-                members.update(orjson.loads(b"{" + data[low:high] + b"}"))
+                members.update(loads(b"{" + data[low:high] + b"}"))
             else:
                 name, value = _member(data, low, high)
                 members[name] = _parse(structure, value, high, depth + 1)
@@ -231,5 +232,5 @@ def _member(data: bytes, start: int, end: int) -> tuple[str, int]:
     value, _ = _strip(data, colon + 1, end)
     if value == end:
         raise JsonError(f"a value is missing at byte {value}")
-    name: str = orjson.loads(data[start : close + 1])
+    name: str = loads(data[start : close + 1])
     return name, value

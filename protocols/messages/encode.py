@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import orjson
-
 from engine.types.events import SemanticEvent, Terminated, Usage
 from protocols.accumulator import Accumulator, Block, failure
 from protocols.encoder import ResponseContext, sse
 from protocols.errors import ExecutionFailed, ProtocolError, body
+from protocols.exact_json import dumps, loads
 from protocols.fields import Decoded
 from protocols.messages.thinking import marker
 
@@ -55,7 +54,7 @@ class MessagesEncoder:
         return frames
 
     def fail(self, error: ProtocolError) -> list[bytes]:
-        return [sse(orjson.dumps(body(error, "messages")), "error")]
+        return [sse(dumps(body(error, "messages")), "error")]
 
     def result(self) -> dict[str, Any]:
         end = self._state.end
@@ -142,7 +141,7 @@ def stop_reason(end: Terminated) -> tuple[str, str | None]:
 
 
 def _event(name: str, **fields: Any) -> bytes:
-    return sse(orjson.dumps({"type": name, **fields}), name)
+    return sse(dumps({"type": name, **fields}), name)
 
 
 def _text(text: str) -> dict[str, Any]:
@@ -160,7 +159,7 @@ def _tool_use(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any
 def _content(block: Block) -> dict[str, Any] | None:
     """The whole content block; None for what the stream doesn't show either."""
     if block.kind == "tool":
-        return _tool_use(block.id, block.name, orjson.loads(block.text)) if block.complete else None
+        return _tool_use(block.id, block.name, loads(block.text.encode())) if block.complete else None
     if not block.text:
         return None
     return _text(block.text) if block.kind == "text" else _thinking(block.text, marker(block.text))

@@ -10,10 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import orjson
-
 from engine.types.events import (
     ReasoningDelta,
+    Region,
     SemanticEvent,
     Terminated,
     TextDelta,
@@ -23,6 +22,7 @@ from engine.types.events import (
 from protocols.accumulator import Accumulator, Block, failure
 from protocols.encoder import ResponseContext, sse
 from protocols.errors import ExecutionFailed, OutputInvalid, ProtocolError, SlotsExhausted
+from protocols.exact_json import dumps, loads
 from protocols.fields import Decoded
 from protocols.observations import TokenNames, chat_entries
 from protocols.responses.decode import ResponsesOptions
@@ -48,6 +48,7 @@ class ResponsesEncoder:
         self._pending: list[dict[str, Any]] = []
         self._entries: list[dict[str, Any]] = []
         self._completed_at: int | None = None
+        self._region: Region | None = None
 
     def feed(self, choice: int, events: Sequence[SemanticEvent]) -> list[bytes]:
         """Raises OutputInvalid for a call of a custom tool without its input."""
@@ -95,9 +96,11 @@ class ResponsesEncoder:
         match event:
             case TextDelta(text) | ReasoningDelta(text) if block is not None and text:
                 return self._extend(block, text)
-            case TokensObserved(tokens) if self._options.logprobs:
-                texts = (token for token in tokens if token.region == "text")
-                self._pending += chat_entries(texts, self._names, explicit=self._options.explicit)
+            case TokensObserved(tokens) if tokens:
+                self._region = tokens[-1].region
+                if self._options.logprobs:
+                    texts = (token for token in tokens if token.region == "text")
+                    self._pending += chat_entries(texts, self._names, explicit=self._options.explicit)
             case ToolCallCompleted() if block is not None:
                 return self._call(block)
             case Terminated() if event.cause != "failed":
@@ -170,7 +173,13 @@ class ResponsesEncoder:
         answered = any(item["type"] != "reasoning" for item in self._items)
         if self._pending and not answered and (self._open is None or self._open.kind == "reasoning"):
             frames += self._begin(Block("text", 0))
-        return frames + self._close("incomplete" if end.cause == "limit" else "completed")
+        return frames + self._close("incomplete" if end.cause == "limit" and self._cut() else "completed")
+
+    def _cut(self) -> bool:
+        """Whether the output ended inside the open item, and not in markup or a call behind it."""
+        if self._open is None or any(block.kind == "tool" for block in self._state.blocks[-1:]):
+            return False
+        return self._region in (None, self._open.kind)
 
     # Items and events.
 
@@ -212,7 +221,7 @@ class ResponsesEncoder:
 
     def _event(self, name: str, **fields: Any) -> bytes:
         self._sequence += 1
-        return sse(orjson.dumps({"type": name, "sequence_number": self._sequence, **fields}), name)
+        return sse(dumps({"type": name, "sequence_number": self._sequence, **fields}), name)
 
     def _start(self) -> list[bytes]:
         if self._sequence >= 0:
@@ -251,7 +260,7 @@ def _part(kind: str, text: str, entries: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def _custom_input(block: Block) -> str:
-    value = orjson.loads(block.text).get("input")
+    value = loads(block.text.encode()).get("input")
     if not isinstance(value, str):
         raise OutputInvalid(f"the call of the custom tool {block.name!r} has no input text")
     return value

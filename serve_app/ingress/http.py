@@ -27,6 +27,7 @@ from protocols.errors import (
     body,
     from_request_error,
 )
+from protocols.exact_json import dumps
 from serve_app.admission import Headers, KeyCheck
 from serve_app.body import ClientGone
 from serve_app.delivery import send_body
@@ -115,7 +116,7 @@ class Request:
         await send_body(self.send_started, b"" if self.method == "HEAD" else content, more=False)
 
     async def json(self, value: Any, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        await self.answer(status, orjson.dumps(value), JSON, headers)
+        await self.answer(status, dumps(value), JSON, headers)
 
     async def error(self, error: ProtocolError) -> None:
         """The family's body for `error`, with the headers that belong to its status."""

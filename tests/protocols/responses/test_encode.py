@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.types.events import FirstToken, ReasoningDelta, SemanticEvent, TextDelta
+from engine.types.events import FirstToken, ReasoningDelta, SemanticEvent, TextDelta, ToolCallStarted
 from engine.types.request import SamplingParams
 from protocols.encoder import ResponseContext
 from protocols.errors import OutputInvalid, ProtocolError, SlotsExhausted
+from protocols.exact_json import dumps
 from protocols.fields import Decoded, DecodeLimits
 from protocols.responses.decode import decode
 from protocols.responses.encode import ResponsesEncoder
@@ -230,6 +231,30 @@ def test_what_the_limit_cut_is_incomplete() -> None:
     assert [item["status"] for item in run(SCENARIOS["limit after a call"].events)[0].result()["output"]] == [
         "completed"
     ]
+
+
+@pytest.mark.parametrize(
+    ("cut", "status"),
+    [
+        ((TextDelta("x"), observed("text", 1)), "incomplete"),
+        ((TextDelta("x"), observed("text", 1), observed("tool", 2)), "completed"),
+        ((TextDelta("x"), observed("text", 1, 2), ToolCallStarted(0, "call_0", "Read")), "completed"),
+        ((ReasoningDelta("x"), observed("reasoning", 1)), "incomplete"),
+        ((ReasoningDelta("x"), observed("reasoning", 1), observed("control", 2)), "completed"),
+    ],
+)
+def test_an_item_that_ended_before_the_limit_is_complete(cut: Sequence[SemanticEvent], status: str) -> None:
+    encoder, _ = run((FirstToken(), *cut, end("limit")))
+    result = encoder.result()
+    assert (result["status"], [item["status"] for item in result["output"]]) == ("incomplete", [status])
+
+
+def test_long_integers_are_repeated_as_they_came() -> None:
+    tool = {**FUNCTION, "parameters": {"type": "object", "properties": {"id": {"maximum": 2**64}}}}
+    encoder, frames = run(SCENARIOS["text"].events, tools=[tool], max_output_tokens=10**30)
+    shown = encoder.result()
+    assert json.loads(dumps(shown))["max_output_tokens"] == 10**30
+    assert events(frames)[-1][1]["response"]["tools"][0]["parameters"]["properties"]["id"] == {"maximum": 2**64}
 
 
 def test_a_cut_call_leaves_no_item() -> None:
