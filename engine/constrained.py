@@ -1,9 +1,10 @@
 """ConstrainedDecoding: when an output constraint binds, and what may be generated instead of the answer.
 
 The constraint is the answer's alone. Reasoning is free, but the output can't end in it while the answer is due; where
-the answer is due, a call, reasoning or a family's own markup may begin as well; a call is free once it has begun;
-after a complete call the output may end. What state the output is in is asked of the syntax machine, so that engine
-and ingress can't disagree.
+the answer is due, a call, a family's own markup or, unless it has ended, reasoning may begin as well; a call is free
+once it has begun; after a complete call the output may end. Between reasoning and a JSON text there may be one token of
+whitespace, which belongs to neither. What state the output is in is asked of the syntax machine, so that engine and
+ingress can't disagree.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class StructuredSyntax(Syntax, Protocol):
 
     @property
     def openers(self) -> tuple[Pattern, ...]: ...
+
+    @property
+    def padding(self) -> bool: ...
 
     @property
     def attempt(self) -> int: ...
@@ -87,6 +91,7 @@ class ConstrainedDecoding:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._count = 0
         self._attempt = 0
+        self._padded = False
         self._called = False
         self._endless = _without(b"\xff" * (-(-grammars.vocab_size // 32) * 4), self._eos)
         self._opener: GrammarMatcher | None = None
@@ -110,6 +115,8 @@ class ConstrainedDecoding:
                 masks.append(self._ends())
         if self._opener is not None:
             masks.append(_without(self._opener.mask(), self._grammars.eos_ids))
+        if syntax is not None and syntax.padding and not self._padded:
+            masks.append(_with((), _spaces(self._tokens), self._grammars.vocab_size))
         if syntax is not None and syntax.phase == "start" and syntax.called and not syntax.held.strip():
             masks.append(self._ends())
         return _joined(masks, self._grammars.vocab_size)
@@ -124,13 +131,17 @@ class ConstrainedDecoding:
         if syntax is None:
             return self._answer is not None and self._answer.advance(token)
         segment = self._segment(token)
+        padding = syntax.padding
+        if padding and segment.text.isspace() and self._padded:
+            return False
         events = syntax.feed(segment)
         self._called = self._called or syntax.called
         if syntax.phase == "free":
             self._answer = self._opener = None
             return True
         if segment.text and syntax.attempt == self._attempt and syntax.phase == "start" and not syntax.held:
-            self._begin(syntax)  # whitespace between calls, which belongs to neither
+            self._begin(syntax)  # whitespace that belongs to nothing
+            self._padded = padding
         elif syntax.attempt == self._attempt:
             self._answer = _advanced(self._answer, token)
             self._opener = _advanced(self._opener, token) if syntax.phase == "start" else None
@@ -146,6 +157,7 @@ class ConstrainedDecoding:
     def _begin(self, syntax: StructuredSyntax) -> None:
         """An answer, or what may stand instead of it, may start with the next token."""
         self._attempt = syntax.attempt
+        self._padded = False
         self._answer = self._opener = None
         if syntax.phase == "free":
             return
@@ -216,6 +228,7 @@ class _Control:
 
 _Controls = tuple[_Control, ...]
 _KNOWN: Final[dict[int, tuple[TokensPort, _Controls]]] = {}
+_SPACES: Final[dict[int, tuple[TokensPort, tuple[int, ...]]]] = {}
 
 
 def _controls(tokens: TokensPort) -> _Controls:
@@ -230,6 +243,18 @@ def _controls(tokens: TokensPort) -> _Controls:
         ]
         _KNOWN[id(tokens)] = (tokens, tuple(sorted(found, key=lambda control: -len(control.text))))
     return _KNOWN[id(tokens)][1]
+
+
+def _spaces(tokens: TokensPort) -> tuple[int, ...]:
+    """The table's tokens of nothing but whitespace. Remembered for the last few tables."""
+    if id(tokens) not in _SPACES:
+        if len(_SPACES) >= 16:
+            _SPACES.clear()
+        found = tuple(
+            token for token in range(tokens.vocab_size) if tokens.text(token).isspace() and not tokens.is_control(token)
+        )
+        _SPACES[id(tokens)] = (tokens, found)
+    return _SPACES[id(tokens)][1]
 
 
 @lru_cache(maxsize=256)
@@ -252,10 +277,20 @@ def _terms(element: Element, controls: _Controls) -> str:
             return r"/[\r\n]{0,2}/" if lines else r"/[ \r\n\t]{0,8}/"
         case Word(barred):
             return f"/[^\\s{_class(barred)}]{{1,{_MAX_NAME}}}/"
-        case Name(stop, barred):
-            return f"/[^{_class(barred + stop[0])}]{{1,{_MAX_NAME}}}/ {_literal(stop, controls)}"
+        case Name(stop, barred, but):
+            return f"/{_name(_class(barred + stop[0]), but)}/ {_literal(stop, controls)}"
         case Skip(stop):
             return f"/[^\\n{_class(stop[0])}]{{0,{_MAX_NAME}}}/ {_literal(stop, controls)}"
+
+
+def _name(barred: str, but: str) -> str:
+    """A regular expression for a name without characters of the class `barred`, other than `but`."""
+    char = f"[^{barred}]"
+    if not but:
+        return f"{char}{{1,{_MAX_NAME}}}"
+    lengths = [f"{char}{{1,{len(but) - 1}}}", f"{char}{{{len(but) + 1},{_MAX_NAME}}}"]
+    differing = [f"{but[:at]}[^{barred}{_class(but[at])}]{char}{{{len(but) - at - 1}}}" for at in range(len(but))]
+    return f"({'|'.join([*lengths, *differing])})"
 
 
 def _literal(text: str, controls: _Controls) -> str:

@@ -152,9 +152,14 @@ def model_guides(model: PreparedModel) -> OpenGuide:
     def machine(prompt: PreparedPrompt) -> Syntax | None:
         if prompt.opening is None:
             return None
-        structured = prompt.constraint is not None
+        constraint = prompt.constraint
         return open_syntax(
-            recipe, tokens, opening=prompt.opening, tools_active=prompt.tools_active, structured=structured
+            recipe,
+            tokens,
+            opening=prompt.opening,
+            tools_active=prompt.tools_active,
+            structured=constraint is not None,
+            padded=constraint is not None and constraint.json,
         )
 
     def open_guide(prompt: PreparedPrompt) -> Guide:

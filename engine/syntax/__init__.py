@@ -48,14 +48,18 @@ def open_syntax(
     tools: Sequence[ToolDefinition] = (),
     tools_active: bool = False,
     structured: bool = False,
+    padded: bool = False,
 ) -> Syntax:
-    """The machine for one choice. `structured`: the answer is constrained, so it is verbatim once it begins."""
+    """The machine for one choice. `structured`: the answer is constrained, so it is verbatim once it begins. `padded`:
+    whitespace between the end of reasoning and that answer isn't part of it."""
     if recipe.syntax == "deepseek":
-        return DeepSeekSyntax(opening=opening, tools=tools, tools_active=tools_active, structured=structured)
+        return DeepSeekSyntax(
+            opening=opening, tools=tools, tools_active=tools_active, structured=structured, padded=padded
+        )
     singles = _single_tokens(recipe, tokens)
     options = frozenset(option for option, on in recipe.syntax_options.items() if on)
     layout = _layout(
-        recipe.syntax, options, recipe.reasoning, singles, opening, tools_active and recipe.tools, structured
+        recipe.syntax, options, recipe.reasoning, singles, opening, tools_active and recipe.tools, structured, padded
     )
     terminals: dict[str, str] = {}
     if recipe.reasoning is not None:
@@ -75,6 +79,7 @@ def _layout(
     opening: Opening,
     tools: bool,
     structured: bool,
+    padded: bool,
 ) -> Layout:
     open_text = reasoning.open.rstrip() if reasoning is not None else ""
     close_text = reasoning.close if reasoning is not None else ""
@@ -85,6 +90,7 @@ def _layout(
         open_text,
         tools,
         structured,
+        padded and structured,
         options,
     )
     return standard(setup, ()) if family is None else FAMILIES[family](setup)

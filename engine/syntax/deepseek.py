@@ -51,12 +51,15 @@ class DeepSeekSyntax:
         tools: Sequence[ToolDefinition],
         tools_active: bool,
         structured: bool,
+        padded: bool = False,
     ) -> None:
         self._parser = _Official(opening, tools, tools_active)
         self._tools_active = tools_active
         self._structured = structured
+        self._padded = padded and structured
         self._region: Region = "reasoning" if opening == "reasoning" else "text"
-        self._closed = opening == "content"
+        self._thought = opening == "reasoning"
+        self._closed = not self._thought
         self._segments: deque[tuple[int, str]] = deque()
         self._pending = ""
         self._unseen: list[str] = []
@@ -95,6 +98,10 @@ class DeepSeekSyntax:
         return OPENERS if self._tools_active else ()
 
     @property
+    def padding(self) -> bool:
+        return self._padded and self._thought and self.phase == "start" and not self.held
+
+    @property
     def attempt(self) -> int:
         return int(self._closed)
 
@@ -105,7 +112,7 @@ class DeepSeekSyntax:
     @property
     def held(self) -> str:
         """Text that is not assigned to a region yet, the closing delimiter aside."""
-        return self._pending.lstrip("\n")
+        return self._pending[self._padding() :]
 
     def feed(self, segment: Segment) -> list[SyntaxEvent]:
         text = segment.text
@@ -166,14 +173,18 @@ class DeepSeekSyntax:
             self._push()
             self._take(self._pending.find(CLOSE) + len(CLOSE), "control")
             self._unseen, self._closed = [rest], True
-        start = self._pending.lstrip("\n")
+        start = self._pending.lstrip()
         if self._tools_active and start.startswith(MARK):
             self._push()
         elif start and not (self._tools_active and MARK.startswith(start)):
             self._begin_answer()
 
+    def _padding(self) -> int:
+        """Characters of the pending text that are whitespace before the answer, and not part of it."""
+        return len(self._pending) - len(self._pending.lstrip()) if self._padded else 0
+
     def _begin_answer(self) -> None:
-        self._take(len(self._pending) - len(self._pending.lstrip("\n")), "control")
+        self._take(self._padding(), "control")
         self._take(len(self._pending), "text")
         self._over = "verbatim"
 

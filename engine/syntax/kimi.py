@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from engine.syntax.arguments import Malformed, Schemas, convert, json_object, json_value, object_json
 from engine.syntax.patterns import Name, Pattern, Skip, Space, lit
-from engine.syntax.states import CallForm, Layout, Rule, Setup, State, literal
+from engine.syntax.states import CallForm, Layout, Rule, Setup, State, awaited, literal
 
 THINK: Final = "<|open|>think<|sep|>"
 THINK_END: Final = "<|close|>think<|sep|>"
@@ -33,22 +33,23 @@ def layout(setup: Setup) -> Layout:
     form = CallForm(CALL_END, parse_call, after="envelope", spell=lambda name: unescape(name).strip())
     tools = (Rule(Pattern((lit(TOOLS),)), "envelope", region="tool", tool=True),) if setup.tools else ()
     into_answer = (literal(RESPONSE, "answer" if setup.structured else "content", trim=False), *tools)
-    out = (literal(RESPONSE_END, "between"), literal(MESSAGE_END, "between"))
-    between = (*into_answer, literal(THINK, "reasoning"), literal(THINK_END, "between"), *out)
-    openers = (
-        *(Pattern((lit(text),)) for text in (RESPONSE, THINK)),
-        *((Pattern((lit(TOOLS),), free=True),) if setup.tools else ()),
-    )
+    think = literal(THINK, "reasoning")
+
+    def leave(state: str) -> tuple[Rule, ...]:
+        return (*into_answer, *(literal(text, state) for text in (THINK_END, RESPONSE_END, MESSAGE_END)))
+
+    openers = (Pattern((lit(RESPONSE),)), *((Pattern((lit(TOOLS),), free=True),) if setup.tools else ()))
     states = {
-        "reasoning": State("reasoning", (literal(THINK_END, "between"), *into_answer, *out), reasoning=True),
+        "reasoning": State("reasoning", leave("closed" if setup.structured else "between"), reasoning=True),
         "between": State(
             "control",
-            between,
+            (*leave("between"), think),
             otherwise="answer" if setup.structured else "content",
-            openers=openers if setup.structured else (),
+            openers=(*openers, Pattern((lit(THINK),))) if setup.structured else (),
         ),
-        "content": State("text", between),
-        "answer": State("text", (), otherwise="verbatim", lead="keep", due=True),
+        "closed": State("control", (*leave("closed"), think), otherwise="answer", openers=openers),
+        "content": State("text", (*leave("between"), think)),
+        "answer": awaited(setup),
         "verbatim": State("text"),
         "envelope": State(
             "tool",

@@ -147,6 +147,11 @@ class Machine:
         return self._state.openers
 
     @property
+    def padding(self) -> bool:
+        """In phase "start", with nothing held: whether whitespace may come first, as markup."""
+        return self._state.padding and self._call is None and not self._buffer
+
+    @property
     def attempt(self) -> int:
         """Counts how often phase "start" began."""
         return self._attempt

@@ -12,7 +12,7 @@ from typing import Any, Final
 from engine.syntax.arguments import Malformed, Schemas, convert, object_json
 from engine.syntax.patterns import Name, Pattern, Space, lit
 from engine.syntax.qwen import unwrap
-from engine.syntax.states import CallForm, Layout, Rule, Setup, State, literal
+from engine.syntax.states import CallForm, Layout, Rule, Setup, State, awaited, literal
 
 START: Final = "<|start|>assistant"
 MESSAGE: Final = "<|message|>"
@@ -25,11 +25,15 @@ _TARGETS: Final = {"self": "reasoning", "user": "content", "commentary": "conten
 
 
 def layout(setup: Setup) -> Layout:
+    """Under a constraint, reasoning that was ended can't be addressed again before a call ("over", "next")."""
+
     def route(recipient: str) -> str:
         target = _TARGETS.get(recipient.strip(), "addressed" if setup.tools else "content")
         return "answer" if setup.structured and target == "content" else target
 
-    ends = (*(literal(end, "between") for end in ENDS), literal(START, "header"))
+    def ends(between: str, header: str) -> tuple[Rule, ...]:
+        return (*(literal(end, between) for end in ENDS), literal(START, header))
+
     form = CallForm(INVOKE_END, parse_call, after="calls", spell=single)
     invoke = Rule(INVOKE, call=form, region="tool", tool=True)
     recipients = (Pattern((lit(" to=", "to="), Name(MESSAGE, barred="\n\r"))),)
@@ -38,20 +42,25 @@ def layout(setup: Setup) -> Layout:
         literal(MESSAGE, "reasoning"),
     )
     plain = "reasoning" if setup.structured else "content"
+    others = (Pattern((lit(" to=", "to="), Name(MESSAGE, barred="\n\r\t ", but="self"))),)
+    over = ends("over", "next") if setup.structured else ends("between", "header")
+
+    def header(openers: tuple[Pattern, ...]) -> State:
+        return State("control", headers, otherwise=plain, lead="keep", openers=openers if setup.structured else ())
+
+    def between(rules: tuple[Rule, ...]) -> State:
+        openers = (Pattern((lit(START),)),) if setup.structured else ()
+        return State("control", (*rules, *headers), otherwise=plain, openers=openers)
+
     states = {
-        "header": State(
-            "control", headers, otherwise=plain, lead="keep", openers=recipients if setup.structured else ()
-        ),
-        "reasoning": State("reasoning", ends, reasoning=True),
-        "content": State("text", ends),
-        "dropped": State("control", ends),
-        "between": State(
-            "control",
-            (*(literal(end, "between") for end in ENDS), literal(START, "header"), *headers),
-            otherwise=plain,
-            openers=(Pattern((lit(START),)),) if setup.structured else (),
-        ),
-        "answer": State("text", (), otherwise="verbatim", lead="keep", due=True),
+        "header": header(recipients),
+        "reasoning": State("reasoning", over, reasoning=True),
+        "content": State("text", over),
+        "dropped": State("control", over),
+        "between": between(ends("between", "header")),
+        "over": between(over),
+        "next": header(others),
+        "answer": awaited(setup),
         "verbatim": State("text"),
         "addressed": State(
             "tool", (literal("<atem:function_calls>", "calls", region="tool"), invoke), strict=True, tool=True
@@ -59,11 +68,7 @@ def layout(setup: Setup) -> Layout:
         "calls": State(
             "tool", (invoke, literal("</atem:function_calls>", "called", region="tool")), strict=True, tool=True
         ),
-        "called": State(
-            "control",
-            (*(literal(end, "between") for end in ENDS), literal(START, "header")),
-            otherwise="dropped",
-        ),
+        "called": State("control", ends("between", "header"), otherwise="dropped"),
     }
     return Layout(states, "header")
 

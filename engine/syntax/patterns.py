@@ -31,10 +31,12 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A captured name: everything before `stop`, which is consumed. Characters of `barred` can't be part of it."""
+    """A captured name: everything before `stop`, which is consumed. Characters of `barred` can't be part of it. `but`:
+    the one name that may not be generated."""
 
     stop: str
     barred: str = "<>\n\r\t "
+    but: str = ""
 
 
 @dataclass(frozen=True, slots=True)

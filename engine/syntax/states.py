@@ -69,7 +69,8 @@ class State:
     other text leads there, taking the skipped text along or not (`lead`: "keep", also at the end of the output, "join",
     only in front of text, or "drop"). `strict`: text other than whitespace is an error. `reasoning`/`tool`: what the
     machine reports while in it. `due`: a constrained answer may begin here; `openers`: with what something else may
-    begin where an answer is expected, a call, reasoning or markup before the answer."""
+    begin where an answer is expected, a call, reasoning or markup before the answer; `padding`: a token of whitespace,
+    which is markup."""
 
     region: Region = "text"
     rules: tuple[Rule, ...] = ()
@@ -81,6 +82,7 @@ class State:
     tool: bool = False
     due: bool = False
     openers: tuple[Pattern, ...] = ()
+    padding: bool = False
 
     @cached_property
     def firsts(self) -> frozenset[str]:
@@ -110,7 +112,7 @@ class State:
 class Setup:
     """What a family needs to know to lay out its states. `open`, `close`: the reasoning delimiters as they stand in
     the text (a private character when they are one token); empty when the recipe has none. `open_text`: the opener
-    spelled out."""
+    spelled out. `structured`, `padded`: as in engine.syntax.open_syntax."""
 
     opening: Literal["reasoning", "content"]
     open: str
@@ -118,6 +120,7 @@ class Setup:
     open_text: str
     tools: bool
     structured: bool
+    padded: bool
     options: frozenset[str]
 
 
@@ -139,6 +142,20 @@ def literal(text: str, target: str, *, region: Region = "control", trim: bool = 
     return Rule(Pattern((lit(text),)), target, region, trim=trim)
 
 
+def awaited(setup: Setup, rules: Sequence[Rule] = ()) -> State:
+    """Reasoning is over and the constrained answer is due; only what `rules` open may stand before it."""
+    return State(
+        "text",
+        tuple(rules),
+        otherwise="verbatim",
+        skip=WHITESPACE if setup.padded else NEWLINES,
+        lead="drop" if setup.padded else "keep",
+        due=True,
+        openers=tuple(replace(rule.pattern, free=True) for rule in rules),
+        padding=setup.padded,
+    )
+
+
 def standard(
     setup: Setup,
     calls: Sequence[Rule],
@@ -158,7 +175,7 @@ def standard(
     thought = (Pattern((opener,)),) if setup.open_text else ()
     openers = (*(replace(rule.pattern, free=True) for rule in calls), *thought)
     opens = (literal(setup.open, "reasoning_start"),) if setup.open else ()
-    closes = (literal(setup.close, "answer" if setup.structured else "content_start"),) if setup.close else ()
+    closes = (literal(setup.close, "closed" if setup.structured else "content_start"),) if setup.close else ()
     strays = (literal(setup.close, "content"),) if setup.close else ()
     thinking = (*closes, *_strayed(setup), *in_reasoning)
     content = (*opens, *strays, *calls)
@@ -168,6 +185,7 @@ def standard(
         "content": State("text", content),
         "content_start": State("text", content, otherwise="content"),
         "answer": State("text", (*opens, *calls), otherwise="verbatim", lead="keep", due=True, openers=openers),
+        "closed": awaited(setup, calls),
         "verbatim": State("text"),
         "after_call": State(
             "text",

@@ -382,6 +382,7 @@ def _syntax(model: PreparedModel, prompt: PreparedPrompt, request: GenerationReq
         tools=asked.tools if isinstance(asked, Conversation) else (),
         tools_active=prompt.tools_active,
         structured=prompt.constraint is not None,
+        padded=prompt.constraint is not None and prompt.constraint.json,
     )
 
 

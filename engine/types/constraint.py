@@ -15,3 +15,8 @@ class Constraint:
 
     kind: ConstraintKind
     source: str
+
+    @property
+    def json(self) -> bool:
+        """The answer is a JSON text, so that whitespace before it means nothing."""
+        return self.kind in ("json_object", "json_schema")

@@ -60,21 +60,30 @@ class Rig:
     def decoding(
         self, opening: Literal["reasoning", "content"], *, tools: bool = True, constraint: Constraint = SCHEMA
     ) -> ConstrainedDecoding:
-        syntax = self.syntax(opening, tools)
+        syntax = self.syntax(opening, tools, constraint)
         return ConstrainedDecoding(self.grammars, constraint, syntax, self.tokens, self.eos)
 
-    def syntax(self, opening: Literal["reasoning", "content"], tools: bool = True) -> StructuredSyntax:
-        recipe = RECIPES[self.recipe]
+    def syntax(
+        self, opening: Literal["reasoning", "content"], tools: bool = True, constraint: Constraint = SCHEMA
+    ) -> StructuredSyntax:
         syntax = open_syntax(
-            recipe, self.tokens, opening=opening, tools=(WEATHER,), tools_active=tools, structured=True
+            RECIPES[self.recipe],
+            self.tokens,
+            opening=opening,
+            tools=(WEATHER,),
+            tools_active=tools,
+            structured=True,
+            padded=constraint.json,
         )
         return cast(StructuredSyntax, syntax)
 
     def ids(self, text: str, *, specials: bool = True) -> list[int]:
         return self.tokenizer.encode(text, specials=specials)
 
-    def folded(self, ids: list[int], opening: Literal["reasoning", "content"]) -> Folded:
-        syntax = self.syntax(opening)
+    def folded(
+        self, ids: list[int], opening: Literal["reasoning", "content"], constraint: Constraint = SCHEMA
+    ) -> Folded:
+        syntax = self.syntax(opening, constraint=constraint)
         events = [
             event
             for index, token in enumerate(ids)
@@ -85,7 +94,7 @@ class Rig:
 
 @cache
 def rig(recipe: str) -> Rig:
-    definition = synthetic_definition(["<end>"], CONTROL[recipe])
+    definition = synthetic_definition(["<end>"], CONTROL[family(recipe)])
     table = build_table(definition, 0)
     text = json.dumps(definition)
     tokenizer = Tokenizer(text, table)
@@ -119,6 +128,26 @@ OPENING: dict[str, Literal["reasoning", "content"]] = {
     name: "content" if name in ("gemma4", "minimax_m3", "qwen3") else "reasoning" for name in CALLS
 }
 BEFORE_ANSWER = {"kimi3": "<|open|>response<|sep|>", "muse_spark": f"{NEXT} to=user<|message|>"}
+REOPENED = {
+    "gemma4": "<|channel>thought\n",
+    "minimax_m3": "<mm:think>",
+    "kimi3": "<|open|>think<|sep|>",
+    "muse_spark": f"{NEXT} to=self<|message|>",
+}
+ALIKE = {
+    "qwen38_dense": "qwen38",
+    "mimo_v2": "qwen38",
+    "step5": "qwen38",
+    "nemotron_h": "qwen38",
+    "kimi31": "kimi3",
+    "deepseek41": "deepseek4",
+}
+"""Recipes whose reasoning is written as another's."""
+REASONERS = [name for name, recipe in RECIPES.items() if recipe.reasoning is not None]
+
+
+def family(recipe: str) -> str:
+    return ALIKE.get(recipe, recipe)
 
 
 def allowed(decoding: ConstrainedDecoding, ids: list[int]) -> None:
@@ -167,6 +196,100 @@ def test_without_tools_no_call_may_begin(recipe: str) -> None:
     opener = it.ids(CALLS[recipe].removeprefix(NEXT))
     allowed(decoding, it.ids(REASONING[recipe] + BEFORE_ANSWER.get(recipe, "")))
     assert not decoding.allows(opener[0])
+
+
+def thought(it: Rig, *, tools: bool = True, constraint: Constraint = SCHEMA) -> tuple[ConstrainedDecoding, list[int]]:
+    """An output at the end of its reasoning, and its tokens."""
+    decoding = it.decoding(OPENING[family(it.recipe)], tools=tools, constraint=constraint)
+    ids = it.ids(REASONING[family(it.recipe)])
+    allowed(decoding, ids)
+    return decoding, ids
+
+
+def refused(decoding: ConstrainedDecoding, ids: list[int]) -> bool:
+    """Whether a mask keeps `ids` from being generated whole."""
+    for token in ids:
+        if not decoding.allows(token):
+            return True
+        assert decoding.advance(token)
+    return False
+
+
+@pytest.mark.parametrize("recipe", REASONERS)
+def test_one_token_of_whitespace_may_stand_between_reasoning_and_a_json_text(recipe: str) -> None:
+    it = rig(recipe)
+    spaces = it.ids(" \n\t\r")
+    for constraint in (SCHEMA, Constraint("json_object", "")):
+        for space in spaces:
+            decoding, ids = thought(it, constraint=constraint)
+            before = it.ids(BEFORE_ANSWER.get(family(recipe), ""))
+            allowed(decoding, [*before, space])
+            assert not any(decoding.allows(token) for token in (*spaces, *it.eos))
+            allowed(decoding, it.ids(ANSWER))
+            assert decoding.allows(it.eos[0])
+            folded = it.folded([*ids, *before, space, *it.ids(ANSWER)], OPENING[family(recipe)])
+            assert (folded.text, folded.failure) == (ANSWER, "")
+    decoding, _ = thought(it)
+    allowed(decoding, [*before, spaces[1]])
+    assert not decoding.advance(spaces[1])
+
+
+@pytest.mark.parametrize("recipe", REASONERS)
+def test_other_answers_have_their_own_whitespace_and_no_other(recipe: str) -> None:
+    it = rig(recipe)
+    for constraint, answer in (
+        (Constraint("lark", 'start: "\\n\\n" /[0-9]+/'), "\n\n12"),
+        (Constraint("regex", r"[ \n]?yes"), " yes"),
+        (Constraint("regex", r"[ \n]?yes"), "yes"),
+        (Constraint("choice", '["\\nno", "yes"]'), "\nno"),
+    ):
+        decoding, ids = thought(it, constraint=constraint)
+        rest = it.ids(BEFORE_ANSWER.get(family(recipe), "") + answer)
+        allowed(decoding, rest)
+        assert decoding.allows(it.eos[0])
+        folded = it.folded([*ids, *rest], OPENING[family(recipe)], constraint)
+        assert (folded.text, folded.failure) == (answer, "")
+    decoding, _ = thought(it, constraint=Constraint("choice", '["yes"]'))
+    allowed(decoding, it.ids(BEFORE_ANSWER.get(family(recipe), "")))
+    assert not decoding.allows(ord("\n"))
+
+
+@pytest.mark.parametrize("recipe", REASONERS)
+def test_reasoning_is_not_opened_again_while_the_answer_is_due(recipe: str) -> None:
+    it = rig(recipe)
+    again = it.ids(REOPENED.get(family(recipe), "<think>"))
+    for constraint in (SCHEMA, Constraint("regex", "[ab]+")):
+        decoding, _ = thought(it, constraint=constraint)
+        assert refused(decoding, again)
+    decoding, _ = thought(it)
+    if family(recipe) not in BEFORE_ANSWER:
+        allowed(decoding, it.ids("\n"))
+        assert refused(decoding, again)
+
+
+def test_a_delimiter_that_the_answer_begins_with_is_the_answers() -> None:
+    it = rig("qwen38")
+    constraint = Constraint("lark", 'start: "<think>" /[a-z]+/')
+    decoding, ids = thought(it, constraint=constraint)
+    rest = it.ids("<think>ab")
+    allowed(decoding, rest)
+    assert it.folded([*ids, *rest], "reasoning", constraint).text == "<think>ab"
+
+
+@pytest.mark.parametrize("recipe", [name for name in CALLS if name not in ("kimi3", "muse_spark")])
+def test_a_call_may_stand_behind_the_whitespace(recipe: str) -> None:
+    it = rig(recipe)
+    decoding, ids = thought(it)
+    rest = it.ids("\n" + CALLS[recipe])
+    allowed(decoding, rest)
+    assert it.folded([*ids, *rest], OPENING[recipe]).calls == [("w", PARIS_JSON)]
+
+
+@pytest.mark.parametrize("name", ["w", "user", "sel", "selfish", "Self", "s.w"])
+def test_muse_may_address_anyone_but_itself_after_its_reasoning(name: str) -> None:
+    it = rig("muse_spark")
+    decoding, _ = thought(it)
+    allowed(decoding, it.ids(f"{NEXT} to={name}<|message|>"))
 
 
 def test_only_the_real_token_ends_reasoning() -> None:

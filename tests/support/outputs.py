@@ -68,12 +68,15 @@ def machine(
     tools: Sequence[ToolDefinition] = (WEATHER,),
     active: bool = True,
     structured: bool = False,
+    padded: bool = False,
     spelled: bool = False,
 ) -> Syntax:
     """`spelled`: the tokenizer has no control tokens at all."""
     chosen = RECIPES[recipe] if isinstance(recipe, str) else recipe
     tokens = ByteTokens(ByteTokenizer(())) if spelled else _TOKENS.setdefault(chosen.name, tokens_of(chosen.name))
-    return open_syntax(chosen, tokens, opening=opening, tools=tools, tools_active=active, structured=structured)
+    return open_syntax(
+        chosen, tokens, opening=opening, tools=tools, tools_active=active, structured=structured, padded=padded
+    )
 
 
 _TOKENS: dict[str, ByteTokens] = {}
