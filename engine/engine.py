@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.parallel.ranks import RankGroup, RankGroupFailed
 from engine.scheduler.counters import EngineStats
 from engine.scheduler.flight import StepMismatch
-from engine.scheduler.guide import Guide, OpenGuide, model_guides
+from engine.scheduler.guide import Guide, ModelGuides, OpenGuide
 from engine.scheduler.pace import StepPace
 from engine.scheduler.queue import Tombstones
 from engine.scheduler.request import Group, Request, Sink
@@ -522,7 +522,7 @@ class _Guides:
     def _opened(self, prompt: PreparedPrompt) -> Guide:
         with self._lock:
             if self._open is None:
-                self._open = model_guides(self._model)
+                self._open = ModelGuides(self._model)
         guide = self._open(prompt)
         for record in prompt.committed:
             guide.commit(record.id, forced=record.forced)

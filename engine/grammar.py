@@ -130,9 +130,15 @@ class Grammars:
         self._seconds = seconds
         self._places = threading.BoundedSemaphore(workers)
         self._lock = threading.Lock()
+        self._building = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._bytes: LLTokenizer | None = None
         self._known: OrderedDict[Constraint, GrammarMatcher] = OrderedDict()
+
+    def warm(self) -> None:
+        """Builds the tokenizer, a second's work for a large vocabulary, on a thread of its own, so that the first
+        constraint finds it. Returns at once; what needs it meanwhile waits for it."""
+        threading.Thread(target=self._tokens, name="grammar-tokenizer", daemon=True).start()
 
     def check(self, constraint: Constraint) -> None:
         """Raises RequestError when `constraint` can't be compiled within the limits or not wholly enforced."""
@@ -174,6 +180,7 @@ class Grammars:
                 self._known.move_to_end(constraint)
                 return known
         _check_size(constraint)
+        self._tokens()  # not a part of the time limit
         matcher = self._within_limits(lambda: self._compile(constraint))
         with self._lock:
             self._known[constraint] = matcher
@@ -204,7 +211,6 @@ class Grammars:
             finally:
                 self._places.release()
 
-        self._tokens()
         self._places.acquire()
         thread = threading.Thread(target=run, name="grammar", daemon=True)
         thread.start()
@@ -216,7 +222,7 @@ class Grammars:
         return outcome[0]
 
     def _tokens(self) -> LLTokenizer:
-        with self._lock:
+        with self._building:
             if self._tokenizer is None:
                 source = self._source
                 text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
@@ -227,7 +233,7 @@ class Grammars:
             return self._tokenizer
 
     def _byte_tokens(self) -> LLTokenizer:
-        with self._lock:
+        with self._building:
             if self._bytes is None:
                 self._bytes = LLTokenizer(TokenizerWrapper(_Bytes()))
             return self._bytes

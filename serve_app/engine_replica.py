@@ -19,6 +19,7 @@ from ray import serve
 from cluster.rank_actors import RankActors, RankPlacement
 from cluster.telemetry_hub import Reporter
 from engine.engine import Engine
+from engine.scheduler.guide import ModelGuides
 from engine.types.telemetry import Report
 from serve_app.groups import GroupCall, Groups, Reply
 from serve_app.ray_metrics import Mirror
@@ -42,6 +43,8 @@ class EngineReplica:
             gpus=1.0 if startup.device == "cuda" else 0.0,
         )
         began = time.monotonic()
+        guides = ModelGuides(model)
+        guides.warm()  # while the ranks load
         # Loading takes seconds to minutes; in single-loop mode this loop also answers Serve.
         self._engine = await asyncio.to_thread(
             Engine,
@@ -49,6 +52,7 @@ class EngineReplica:
             model,
             lambda: RankActors(config, model.manifest, placement),
             on_step=lambda news: self._groups.on_step(news),
+            open_guide=guides,
         )
         self._replica = _replica_name()
         self._groups = Groups(

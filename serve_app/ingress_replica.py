@@ -50,7 +50,7 @@ class IngressReplica:
         self._lowering: LocalPreprocessor | None = None
         port: PreprocessorPort
         if preprocessor is None:
-            lowering = await asyncio.to_thread(startup.lowering)
+            lowering = await asyncio.to_thread(startup.lowering, warm=True)
             port = self._lowering = LocalPreprocessor(lowering, graph.workers)
         else:
             port = RemotePreprocessor(_handle(preprocessor))

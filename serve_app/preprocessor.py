@@ -55,7 +55,7 @@ class PreprocessorReplica:
     """The deployment. `engine` is only bound below it (see `serve_app.app`)."""
 
     def __init__(self, startup: Startup, engine: Any = None) -> None:
-        self._local = LocalPreprocessor(startup.lowering(), startup.settings.graph.workers)
+        self._local = LocalPreprocessor(startup.lowering(warm=True), startup.settings.graph.workers)
 
     async def prepare(self, request: GenerationRequest) -> Answer:
         return await _answer(self._local.prepare(request))

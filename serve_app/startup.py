@@ -145,8 +145,11 @@ class Startup:
         manifest, workers = self.model.manifest, self.settings.graph.workers
         return Grammars(self.model.tokenizer_json, manifest.vocab_size, tuple(manifest.eos_ids), workers=workers)
 
-    def lowering(self) -> Lowering:
-        """Raises SettingsError when a setting can't be kept with this model."""
+    def lowering(self, *, warm: bool = False) -> Lowering:
+        """`warm`: prepares for constraints in the background. Raises SettingsError when a setting can't be kept with
+        this model."""
+        if warm:
+            self.grammars.warm()
         try:
             return Lowering(self.model, self.serving_limits, self.grammars.check)
         except ValueError as error:

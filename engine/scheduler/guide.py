@@ -137,45 +137,52 @@ def banned_ids(prompt: PreparedPrompt) -> tuple[int, ...]:
     return (*eos, *(sequence[0] for sequence in prompt.stop_sequences if len(sequence) == 1))
 
 
-def model_guides(model: PreparedModel) -> OpenGuide:
-    """Guides with the model's own syntax machine and grammars."""
-    from engine.constrained import ConstrainedDecoding
-    from engine.grammar import Grammars
-    from engine.syntax import open_syntax
+class ModelGuides:
+    """OpenGuide with the model's own syntax machine and grammars."""
 
-    recipe, manifest, tokens = model.recipe, model.manifest, model.tokens
-    grammars = Grammars(model.tokenizer_json, manifest.vocab_size, manifest.eos_ids)
-    close: int | None = None
-    if recipe.reasoning is not None and recipe.reasoning.single_token_close:
-        close = model.tokenizer.token_id(recipe.reasoning.close)
+    def __init__(self, model: PreparedModel) -> None:
+        from engine.grammar import Grammars
 
-    def machine(prompt: PreparedPrompt) -> Syntax | None:
+        self._recipe, self._tokens = model.recipe, model.tokens
+        self._vocab_size = model.manifest.vocab_size
+        self._grammars = Grammars(model.tokenizer_json, self._vocab_size, model.manifest.eos_ids)
+        self._close: int | None = None
+        if model.recipe.reasoning is not None and model.recipe.reasoning.single_token_close:
+            self._close = model.tokenizer.token_id(model.recipe.reasoning.close)
+
+    def warm(self) -> None:
+        """Prepares for constraints in the background, so that the first one doesn't wait for it."""
+        self._grammars.warm()
+
+    def __call__(self, prompt: PreparedPrompt) -> Guide:
+        from engine.constrained import ConstrainedDecoding
+
+        matcher: Matcher | None = None
+        if prompt.constraint is not None:
+            structured = cast("StructuredSyntax | None", self._machine(prompt))
+            matcher = ConstrainedDecoding(self._grammars, prompt.constraint, structured, self._tokens, prompt.eos_ids)
+        return Guide(
+            budget=prompt.reasoning_budget,
+            close=self._close,
+            syntax=self._machine(prompt) if prompt.reasoning_budget is not None else None,
+            segments=Segments(self._tokens.bytes),
+            matcher=matcher,
+            banned=banned_ids(prompt),
+            min_tokens=prompt.min_tokens,
+            vocab_size=self._vocab_size,
+        )
+
+    def _machine(self, prompt: PreparedPrompt) -> Syntax | None:
+        from engine.syntax import open_syntax
+
         if prompt.opening is None:
             return None
         constraint = prompt.constraint
         return open_syntax(
-            recipe,
-            tokens,
+            self._recipe,
+            self._tokens,
             opening=prompt.opening,
             tools_active=prompt.tools_active,
             structured=constraint is not None,
             padded=constraint is not None and constraint.json,
         )
-
-    def open_guide(prompt: PreparedPrompt) -> Guide:
-        matcher: Matcher | None = None
-        if prompt.constraint is not None:
-            structured = cast("StructuredSyntax | None", machine(prompt))
-            matcher = ConstrainedDecoding(grammars, prompt.constraint, structured, tokens, prompt.eos_ids)
-        return Guide(
-            budget=prompt.reasoning_budget,
-            close=close,
-            syntax=machine(prompt) if prompt.reasoning_budget is not None else None,
-            segments=Segments(tokens.bytes),
-            matcher=matcher,
-            banned=banned_ids(prompt),
-            min_tokens=prompt.min_tokens,
-            vocab_size=manifest.vocab_size,
-        )
-
-    return open_guide

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 
@@ -214,6 +215,31 @@ def test_a_compilation_over_the_time_limit_is_given_up() -> None:
     for thread in threads:
         thread.join()
     patient.check(wide)
+
+
+def test_warming_builds_the_tokenizer_once_and_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    begun, allowed = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any, **fields: Any) -> Any:
+        built.append(1)
+        begun.set()
+        assert allowed.wait(60)
+        return real(*arguments, **fields)
+
+    real = llguidance.LLTokenizer
+    monkeypatch.setattr("engine.grammar.LLTokenizer", slow)
+    grammars = Grammars(TEXT, TOKENS.vocab_size, [EOS or 0], seconds=100)
+    grammars.warm()  # returns, although the tokenizer isn't there yet
+    assert begun.wait(60)
+    threads = [threading.Thread(target=grammars.check, args=(schema({"const": n}),)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    allowed.set()
+    for thread in threads:
+        thread.join()
+    assert grammars.matcher(schema({"const": 1})).allows(ord("1"))
+    assert built == [1]
 
 
 @pytest.mark.parametrize(

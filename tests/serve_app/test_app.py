@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from engine.grammar import Grammars
 from serve_app import app
 from serve_app.ingress.families import FAMILIES
 from serve_app.preparation import prepare
+from serve_app.preprocessor import PreprocessorReplica
 from serve_app.ray_flags import set_flags
 from serve_app.settings import SettingsError, load
 from serve_app.startup import Startup, start
@@ -138,3 +140,14 @@ def test_fast_flags_are_set_and_an_operators_own_stay(clean_environment: None) -
     assert os.environ["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "0.5"
     set_flags(load())
     assert os.environ["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"
+
+
+def test_whoever_lowers_prepares_for_constraints_at_its_start(source: Startup, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[Grammars] = []
+    monkeypatch.setattr(Grammars, "warm", warmed.append)
+    startup = started(source)
+    replica = PreprocessorReplica(startup)
+    assert warmed == [startup.grammars]
+    replica.__del__()
+    startup.lowering()  # a check of the settings compiles nothing
+    assert len(warmed) == 1
