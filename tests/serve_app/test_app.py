@@ -144,7 +144,7 @@ def test_fast_flags_are_set_and_an_operators_own_stay(clean_environment: None) -
 
 def test_whoever_lowers_prepares_for_constraints_at_its_start(source: Startup, monkeypatch: pytest.MonkeyPatch) -> None:
     warmed: list[Grammars] = []
-    monkeypatch.setattr(Grammars, "warm", warmed.append)
+    monkeypatch.setattr(Grammars, "warm", lambda self: warmed.append(self))
     startup = started(source)
     replica = PreprocessorReplica(startup)
     assert warmed == [startup.grammars]
