@@ -7,17 +7,23 @@ Ray reads them from the environment of every process, at import; so they are wri
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
+import random
 import socket
 import sys
 from pathlib import Path
 from tempfile import mkdtemp
 
-from serve_app.settings import Settings, cores
+from serve_app import headers
+from serve_app.settings import Settings, SettingsError, cores
 
 LONGEST_STREAM_SECONDS = 3600
+PORTS = range(20_000, 30_000)
+"""Neither Linux's ephemeral ports nor those that Ray hands to its own processes: what is free when it is looked for is
+still free when, half a minute later, it is listened on."""
 
 
 def set_flags(settings: Settings) -> Path | None:
@@ -29,6 +35,7 @@ def set_flags(settings: Settings) -> Path | None:
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1.0",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 * 2**20),
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": headers.IMPORT_PATH,
     }
     if settings.graph.fast:
         flags["RAY_SERVE_THROUGHPUT_OPTIMIZED"] = "1"
@@ -52,7 +59,7 @@ def has_haproxy() -> bool:
 def _haproxy(directory: Path) -> dict[str, str]:
     """HAProxy in front of the ingresses. Its files are in a directory of their own, and its statistics on free ports,
     so that two servers can share a machine; both statistics ports listen on every interface, which Ray can't change."""
-    metrics, stats, fallback, grpc = _free_ports(4)
+    metrics, stats, fallback, grpc = free_ports(4)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(4, cores() // 2))),
@@ -70,12 +77,15 @@ def _haproxy(directory: Path) -> dict[str, str]:
     }
 
 
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+def free_ports(count: int) -> list[int]:
+    """Ports of PORTS that nobody listens on now. Raises SettingsError when there are fewer."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            break
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+    if len(found) < count:
+        raise SettingsError(f"no {count} free ports in [{PORTS.start}, {PORTS.stop - 1}] for HAProxy; set fast=false")
+    return found

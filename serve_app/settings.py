@@ -44,15 +44,19 @@ def _from_json(value: Any) -> Any:
         try:
             return json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"not valid JSON: {error.msg}") from None
+            problem = f"{error.msg[:1].lower()}{error.msg[1:]} at character {error.pos + 1}"
+            hint = 'a list of names is ["a","b"] or a,b' if value[0] == "[" else 'a table is {"key":[0,1]}'
+            raise ValueError(f"not valid JSON: {problem}; {hint}") from None
     return value
 
 
 def _names(value: Any) -> Any:
-    value = _from_json(value)
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return value
+    """A list as it is, JSON text, or names with commas between them. Empty names count as left out."""
+    names = value.split(",") if isinstance(value, str) and not value.startswith("[") else _from_json(value)
+    if not isinstance(names, list | tuple):
+        return names
+    stripped = [name.strip() if isinstance(name, str) else name for name in names]
+    return [name for name in stripped if name != ""]
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]

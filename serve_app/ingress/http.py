@@ -31,6 +31,7 @@ from protocols.exact_json import dumps
 from serve_app.admission import Headers, KeyCheck
 from serve_app.body import ClientGone
 from serve_app.delivery import send_body
+from serve_app.headers import REQUEST_ID, request_id
 
 logger = logging.getLogger("ray.serve")
 
@@ -38,7 +39,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Result = TypeVar("Result")
-MAX_REQUEST_ID: Final = 128
 JSON: Final = b"application/json"
 PREFIXES: Final[tuple[tuple[str, Family], ...]] = (
     ("/v1/messages", "messages"),
@@ -204,10 +204,9 @@ class Ingress:
 
     def _request(self, scope: Scope, receive: Receive, send: Send) -> Request:
         path = scope["path"]
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        request_id = given.decode("latin-1").strip()[:MAX_REQUEST_ID] or uuid.uuid4().hex
-        extra = ((b"x-request-id", request_id.encode("latin-1")),) if self._own_request_id else ()
-        return Request(scope, receive, send, request_id, family_of(path), path, extra)
+        id = request_id(scope["headers"])
+        extra = ((REQUEST_ID, id.encode()),) if self._own_request_id else ()
+        return Request(scope, receive, send, id, family_of(path), path, extra)
 
     async def _dispatch(self, request: Request) -> None:
         route = self._find(request)

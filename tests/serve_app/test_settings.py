@@ -55,6 +55,11 @@ def test_command_line_text_becomes_values() -> None:
     assert load({"thinking_token_budget": "null"}).server.thinking_token_budget is None
 
 
+@pytest.mark.parametrize("given", ["a, b", ' ["a", "b"]'.strip(), ",a,,b", ["", "a", " ", "b"], "[]", "", []])
+def test_empty_names_are_left_out(given: object) -> None:
+    assert load({"aliases": given}).server.aliases == (("a", "b") if len(given) > 2 else ())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -71,6 +76,11 @@ def test_command_line_text_becomes_values() -> None:
         ({"sampling.ranges": '{"temperature":[0,1]}'}, ["sampling.ranges.temperature"]),
         ({"sampling.ranges": '{"top_p":[0.9,0.2]}'}, ["sampling.ranges.top_p", "above maximum"]),
         ({"sampling.ranges": "{"}, ["sampling.ranges", "JSON"]),
+        ({"sampling.ranges": "{temperature:[0,1]}"}, ["sampling.ranges", '{"key":[0,1]}', "character 2"]),
+        ({"aliases": "[a,b]"}, ["server.aliases", "a,b", '["a","b"]', "'[a,b]'"]),
+        ({"aliases": '["a",b]'}, ["server.aliases", '["a","b"]', "character 6"]),
+        ({"server": {"aliases": ["a", 1]}}, ["server.aliases.1", "1"]),
+        ({"server": {"aliases": 3}}, ["server.aliases", "3"]),
         ({"step_tokens": "8"}, ["engine.step_tokens", "engine.max_requests"]),
         ({"server": {"prot": 1}}, ["'server.prot'", "server.port"]),
         ({"config": "/nowhere/flare.toml"}, ["config", "/nowhere/flare.toml"]),
