@@ -81,9 +81,9 @@ class Held:
 
 
 class Replica:
-    def __init__(self, name: str, slots: int = 4, digest: str = "d") -> None:
+    def __init__(self, name: str, slots: int = 4, digest: str = "d", beat: float = 5.0) -> None:
         self.name, self.engine = name, SteppedEngine()
-        self.groups = Groups(self.engine, slots=slots, digest=digest, replica=name, node="n", beat=0.05)
+        self.groups = Groups(self.engine, slots=slots, digest=digest, replica=name, node="n", beat=beat)
         self.engine.groups = self.groups
         self.calls: list[asyncio.Task[Reply]] = []
 
@@ -121,9 +121,10 @@ class Replicas:
 
 class Stage:
     def __init__(self, count: int, **client: Any) -> None:
-        self.replicas = [Replica(f"r{number}", **client.pop("replica", {})) for number in range(count)]
+        settings = {"beat": 5.0, "patience": 20.0, "resubmit_patience": 20.0, **client}
+        replica = {"beat": settings["beat"], **settings.pop("replica", {})}
+        self.replicas = [Replica(f"r{number}", **replica) for number in range(count)]
         self.caller = Replicas(*self.replicas)
-        settings = {"beat": 0.05, "patience": 0.5, "resubmit_patience": 2.0, **client}
         self.client = EngineClient(self.caller, digest="d", node="n", host="127.0.0.1", replicas=count, **settings)
 
     @property
@@ -136,7 +137,7 @@ class Stage:
 
     async def quiet(self) -> None:
         """Waits until no replica alive holds a slot or a group."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while any(replica.groups.held or replica.groups._groups for replica in self.caller.live):
                 await asyncio.sleep(0.005)
         assert self.client.flying == 0
@@ -144,7 +145,7 @@ class Stage:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -258,7 +259,7 @@ def test_refusals(prepare: Callable[[Stage], None], kind: type[ProtocolError], w
         assert scene.groups.held == before
         assert scene.client.flying == 0
 
-    stage(body)
+    stage(body, patience=0.1 if words == "no engine" else 20.0)
 
 
 def test_a_full_replica_makes_the_ingress_try_one_other() -> None:
@@ -425,17 +426,17 @@ def test_an_orphan_is_swept() -> None:
         await scene.quiet()
         assert len(scene.engine.cancelled) == 1
 
-    stage(body)
+    stage(body, beat=0.1)
 
 
 def test_a_running_group_is_never_an_orphan() -> None:
     async def body(scene: Stage) -> None:
         flight = await scene.client.generate("q", request())
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.0)
         assert scene.groups.orphans == 0
         flight.finish(("cancelled",))
 
-    stage(body)
+    stage(body, beat=0.25)
 
 
 def test_an_ingress_that_dies_frees_its_slots() -> None:

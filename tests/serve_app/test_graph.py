@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disconnects import CHAT, quiet
+from tests.support.disconnects import CHAT, quiet, settled
 from tests.support.graph import Graph, wait_until
 from tests.support.raw_http import RawRequest, chat, sse_events, streamed_text
 
@@ -42,7 +42,7 @@ def test_parallel_streams_finish(graph: Graph) -> None:
 def test_a_reader_that_leaves_frees_its_slot(graph: Graph) -> None:
     request = RawRequest(graph.port, CHAT, LONG)
     request.read_until(b'"content":"')
-    wait_until(lambda: graph.metrics()["active_requests"] == 1)
+    wait_until(lambda: graph.metrics()["active_requests"] >= 1)
     request.close()
     quiet(graph)
 
@@ -78,11 +78,10 @@ def test_the_server_has_one_identity(graph: Graph) -> None:
 
 
 def test_counts_add_up(graph: Graph) -> None:
-    quiet(graph)
-    before = graph.metrics()
+    before = settled(graph)
     graph.post("/v1/completions", {"model": "m", "prompt": "One two", "n": 2, "max_tokens": 7, "ignore_eos": True})
-    quiet(graph)
-    after = graph.metrics()
+    wait_until(lambda: graph.metrics()["requests_completed_total"] >= before["requests_completed_total"] + 2)
+    after = settled(graph)
     assert after["requests_completed_total"] - before["requests_completed_total"] == 2
     # A text stop can't shorten these, but the step in flight behind the last token may add one each.
     assert 14 <= after["generated_tokens_total"] - before["generated_tokens_total"] <= 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tests.support.graph import Graph, wait_until
+from tests.support.graph import Graph, ready, wait_until
 from tests.support.raw_http import RawRequest
 
 CHAT = "/v1/chat/completions"
@@ -13,9 +13,31 @@ MOMENTS = ("mid", "pre", "early", "buffered", "reset")
 BUSY = ("active_requests", "pending_requests", "http_slots_in_use", "http_requests_entering")
 
 
-def quiet(graph: Graph, seconds: float = 30.0) -> None:
-    """Waits until nothing runs, waits or holds a slot."""
-    wait_until(lambda: not any(graph.metrics()[name] for name in BUSY), seconds)
+def idle(graph: Graph) -> bool:
+    """Nothing runs, waits or holds a slot."""
+    seen = graph.metrics()
+    return not any(seen[name] for name in BUSY)
+
+
+def quiet(graph: Graph) -> None:
+    """Waits until nothing runs, waits or holds a slot. A process that died is forgotten after fifteen seconds."""
+    wait_until(lambda: idle(graph))
+
+
+def settled(graph: Graph) -> dict[str, float]:
+    """The metrics once nothing runs and no process has older counts to report: readings a second apart agree."""
+    readings = [graph.metrics()]
+
+    def agree() -> bool:
+        time.sleep(1.0)
+        readings.append(graph.metrics())
+        earlier, seen = readings[-2:]
+        resting = not any(seen[name] for name in BUSY)
+        return resting and all(seen[name] == earlier.get(name) for name in seen if name.endswith("_total"))
+
+    quiet(graph)
+    wait_until(agree)
+    return readings[-1]
 
 
 def leave(graph: Graph, body: dict[str, Any], moment: str, count: int) -> None:
@@ -34,9 +56,8 @@ def leave(graph: Graph, body: dict[str, Any], moment: str, count: int) -> None:
 
 def nothing_leaks(graph: Graph, body: dict[str, Any], moment: str, count: int) -> None:
     """Readers leave; every slot is free soon after, nothing counts as failed, and the server goes on."""
-    before = graph.metrics()
+    before = settled(graph)
     leave(graph, body, moment, count)
-    quiet(graph)
-    after = graph.metrics()
+    after = settled(graph)
     assert after["requests_failed_total"] == before["requests_failed_total"]
-    assert graph.get("/health") == {"status": "ok"}
+    wait_until(lambda: ready(graph))

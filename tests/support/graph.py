@@ -5,10 +5,11 @@ The session fixture `graph` is the compact layout with the demo model; tests tha
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,16 +22,20 @@ from typing import Any
 
 import pytest
 
+from serve_app.ray_flags import free_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0
+PATIENCE_SECONDS = 120.0
+"""How long a condition may take on a machine that runs ten other things."""
 SMALL = ("kv_bytes=134217728", "drain_seconds=1")
 """Settings that keep a test's graph small and quick to stop."""
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that Ray's own processes don't take while the server starts."""
+    (port,) = free_ports(1)
+    return port
 
 
 @dataclass
@@ -48,10 +53,15 @@ class Graph:
 
     def get(self, path: str, timeout: float = 10.0) -> Any:
         """The JSON body of a GET."""
-        with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
-            return json.load(answer)
+        return json.loads(self.read(path, timeout))
 
-    def post(self, path: str, body: dict[str, Any], timeout: float = 60.0) -> Any:
+    def read(self, path: str, timeout: float = 10.0) -> bytes:
+        """The body of a GET. Raises OSError for another status than 200."""
+        with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
+            body: bytes = answer.read()
+        return body
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = PATIENCE_SECONDS) -> Any:
         """The JSON body of a POST, whatever its status; the status is in "status" when it isn't 200."""
         data = json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
@@ -61,10 +71,26 @@ class Graph:
         except urllib.error.HTTPError as error:
             return {**json.load(error), "status": error.code}
 
+    def patient(self, path: str) -> bytes:
+        """The body of a GET of health or metrics, which answer 503 when what they ask doesn't answer in a second."""
+        answers: list[bytes] = []
+
+        def answered() -> bool:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                answers.append(self.read(path))
+            return bool(answers)
+
+        wait_until(answered)
+        return answers[0]
+
+    def view(self) -> dict[str, Any]:
+        """The JSON view of the metrics."""
+        shown: dict[str, Any] = json.loads(self.patient("/metrics?format=json"))
+        return shown
+
     def metrics(self) -> dict[str, float]:
         """The text view: series without the prefix → value."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=10.0) as answer:
-            lines = answer.read().decode().splitlines()
+        lines = self.patient("/metrics").decode().splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name.removeprefix("flare_"): float(value) for name, value in pairs}
 
@@ -77,7 +103,7 @@ class Graph:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
-            return self.process.wait(60)
+            return self.process.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             for pid in descendants(self.process.pid):
                 os.kill(pid, signal.SIGKILL)
@@ -133,15 +159,17 @@ def start_graph(log: Path, *settings: str) -> Graph:
 
 
 def ready(graph: Graph) -> bool:
+    """It is healthy, and its engine has told what it runs with, which model cards need."""
     if graph.process.poll() is not None:
         raise RuntimeError(f"the server ended with {graph.process.returncode}: {graph.log.read_text()}")
     try:
-        return bool(graph.get("/health", 2.0) == {"status": "ok"})
+        healthy = graph.get("/health", 2.0) == {"status": "ok"}
+        return bool(healthy and graph.get("/metrics?format=json", 2.0)["engine_replicas"])
     except (OSError, ValueError):
         return False
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0, pause: float = 0.05) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS, pause: float = 0.1) -> None:
     """Raises AssertionError unless `condition` becomes true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
