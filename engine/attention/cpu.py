@@ -2,7 +2,7 @@
 
 Decode rows read their lanes (see `lanes`), neighbours of like length in one call; prefill chunks gather their pages.
 Under invariant numerics the shapes that decide rounding are fixed: folded query rows padded to a multiple of 4, keys to
-a multiple of 512, an explicit mask always, so that a row's result depends neither on its batch nor on how its context
+a multiple of 256, an explicit mask always, so that a row's result depends neither on its batch nor on how its context
 was cut.
 """
 
@@ -18,11 +18,11 @@ from torch.nn import functional
 from engine.attention.lanes import Fill, Lanes
 from engine.attention.protocol import Batch, Capabilities, KvPool, Needs, Query, flat_positions
 
-KEY_MULTIPLE = 512
+KEY_MULTIPLE = 256
 ROW_MULTIPLE = 4
 _FAST_KEY_MULTIPLE = 32
-_FAST_CHUNK = 128
-"""Chunks are cut into pieces of this many positions in `fast`, so that less of the causal triangle is wasted."""
+_PIECE = 128
+"""Chunks are cut into pieces of this many positions, so that less of the causal triangle is wasted."""
 _WASTE = 1.5
 """How many times the keys they need neighbouring lanes may read for the sake of one call."""
 _LANE_SHARE = 2
@@ -114,12 +114,8 @@ class CpuAttention:
         return -(-length // multiple) * multiple
 
     def _pieces(self, query: Query) -> list[Query]:
-        if self._invariant or query.count <= _FAST_CHUNK:
-            return [query]
-        cuts = range(0, query.count, _FAST_CHUNK)
-        return [
-            Query(query.slot, query.start + at, min(_FAST_CHUNK, query.count - at), query.offset + at) for at in cuts
-        ]
+        cuts = range(0, query.count, _PIECE)
+        return [Query(query.slot, query.start + at, min(_PIECE, query.count - at), query.offset + at) for at in cuts]
 
     def _missing(self, batch: Batch, fill: Fill) -> Tensor:
         flat = flat_positions(batch.tables[fill.slot], fill.stop, fill.stop, self._pool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -69,6 +70,44 @@ def test_cpu_equals_the_oracle(parts: list[tuple[int, int]], invariant: bool) ->
         assert torch.allclose(found[:real], wanted[:real], atol=2e-6)
         assert torch.isfinite(found).all()
     assert torch.equal(first.data, second.data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+def test_invariant_rows_depend_on_no_cut(dtype: torch.dtype, head_dim: int) -> None:
+    """A position's result is the same bits in one chunk, in any chunks and decoded beside longer neighbours."""
+    needs = replace(NEEDS, invariant=True, dtype=dtype, head_dim=head_dim)
+    generator = torch.Generator().manual_seed(4)
+    length = 560
+    query = torch.randn(length, 6, head_dim, generator=generator).to(dtype)
+    kv = torch.randn(length, 4, head_dim, generator=generator).to(dtype)
+
+    def cut(borders: list[int]) -> torch.Tensor:
+        pool = filled(needs)
+        backend = choose("cpu", needs, pool)
+        parts = []
+        for start, end in pairwise([0, *borders, length]):
+            step = batch([(start, end - start)], pool)
+            parts.append(backend.forward(query[start:end], kv[start:end], 0, backend.prepare(step)))
+        return torch.cat(parts)
+
+    whole = cut([])
+    for borders in ([1, 2], [16, 272, 273], [255, 256, 257], [100, 512, 513], [length - 3, length - 2, length - 1]):
+        assert torch.equal(cut(borders), whole), borders
+    pool = filled(needs)
+    backend = choose("cpu", needs, pool)
+    starts = [254, 255, 256, 300, 30]
+    for slot, start in enumerate(starts):
+        whole_step = batch([(0, 1)] * slot + [(0, start)], pool)
+        alone = Batch([Query(slot, 0, start, 0)], start, *_tables(whole_step), whole_step.writes[slot:])
+        backend.forward(query[:start], kv[:start], 0, backend.prepare(alone))
+    together = batch([(start, 1) for start in starts], pool)
+    found = backend.forward(query[starts], kv[starts], 0, backend.prepare(together))
+    assert torch.equal(found, whole[starts])
+
+
+def _tables(step: Batch) -> tuple[NDArray[np.int32], torch.Tensor]:
+    return step.tables, step.device_tables
 
 
 def test_consecutive_steps_see_what_was_written() -> None:
