@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import ray
 from ray import serve
 
 from cluster.telemetry_hub import Reporter
-from engine.text.output import OutputPipeline, Validator
-from engine.types.conversation import Conversation
-from engine.types.request import GenerationRequest, PreparedPrompt
 from serve_app.engine_client import EngineClient
 from serve_app.handles import Cluster, EngineCaller, RemoteHandle
 from serve_app.ingress.families import application
 from serve_app.ingress.http import Ingress
 from serve_app.ingress.ports import PreprocessorPort
-from serve_app.ingress.service import IngressSettings, OpenPipeline, Service
+from serve_app.ingress.service import IngressSettings, Service
 from serve_app.preprocessor import LocalPreprocessor, RemotePreprocessor
 from serve_app.ray_metrics import Mirror
 from serve_app.startup import Startup
@@ -64,7 +60,7 @@ class IngressReplica:
             preprocessor=port,
             engine=self._client,
             cluster=Cluster(engine_handle, self._reporter, graph.engines),
-            open_pipeline=_pipelines(startup),
+            open_pipeline=startup.open_pipeline,
             token_bytes=model.tokens.bytes,
             recorder=recorder,
         )
@@ -99,21 +95,3 @@ def _settings(startup: Startup) -> IngressSettings:
         request_pool=server.request_pool,
         workers=startup.settings.graph.workers,
     )
-
-
-def _pipelines(startup: Startup) -> OpenPipeline:
-    model = startup.model
-
-    def open_pipeline(prompt: PreparedPrompt, request: GenerationRequest, call_id: Callable[[], str]) -> OutputPipeline:
-        return OutputPipeline(model, prompt, request, call_id=call_id, validators=_validators(startup, request))
-
-    return open_pipeline
-
-
-def _validators(startup: Startup, request: GenerationRequest) -> dict[str, Validator]:
-    """The input checks of freeform tools, by name. Compiled already, when the request was lowered."""
-    conversation = request.prompts[0]
-    if not isinstance(conversation, Conversation):
-        return {}
-    formats = {tool.name: tool.input_format for tool in conversation.tools if tool.input_format is not None}
-    return {name: partial(startup.grammars.validate, input_format) for name, input_format in formats.items()}

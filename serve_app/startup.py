@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,9 @@ from engine.config import EngineConfig
 from engine.grammar import Grammars
 from engine.prepared import PreparedModel
 from engine.text.lowering import Lowering, ServingLimits
+from engine.text.output import OutputPipeline, Validator
+from engine.types.conversation import Conversation
+from engine.types.request import GenerationRequest, PreparedPrompt
 from protocols.fields import DecodeLimits
 from serve_app.discovery import ModelFacts
 from serve_app.preparation import prepare
@@ -154,6 +158,20 @@ class Startup:
             return Lowering(self.model, self.serving_limits, self.grammars.check)
         except ValueError as error:
             raise SettingsError(str(error)) from None
+
+    def open_pipeline(
+        self, prompt: PreparedPrompt, request: GenerationRequest, call_id: Callable[[], str]
+    ) -> OutputPipeline:
+        """The output of one choice; `call_id` draws ids for its calls."""
+        return OutputPipeline(self.model, prompt, request, call_id=call_id, validators=self._validators(request))
+
+    def _validators(self, request: GenerationRequest) -> dict[str, Validator]:
+        """The input checks of freeform tools, by name. Compiled already, when the request was lowered."""
+        conversation = request.prompts[0]
+        if not isinstance(conversation, Conversation):
+            return {}
+        formats = {tool.name: tool.input_format for tool in conversation.tools if tool.input_format is not None}
+        return {name: partial(self.grammars.validate, input_format) for name, input_format in formats.items()}
 
 
 def start(settings: Settings, *, hub: str) -> Startup:

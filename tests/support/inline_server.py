@@ -24,7 +24,6 @@ from engine.engine import QueueFull
 from engine.inline import Inline
 from engine.prepare import default_cache_dir, prepare
 from engine.text.lowering import Lowering
-from engine.text.output import OutputPipeline
 from engine.types.events import Update
 from engine.types.request import GenerationRequest, PreparedRequest
 from protocols.errors import ProtocolError, SlotsExhausted, Unavailable
@@ -159,7 +158,7 @@ class Site:
             preprocessor=self.preprocessor,
             engine=self.engine,
             cluster=FakeCluster(),
-            open_pipeline=lambda prompt, request, call_id: OutputPipeline(self.model, prompt, request, call_id=call_id),
+            open_pipeline=self.startup.open_pipeline,
             token_bytes=self.model.tokens.bytes,
         )
         self.app = application(self.service)
