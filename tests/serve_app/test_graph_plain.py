@@ -42,7 +42,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     http = {"host": "127.0.0.1", "port": port}
     config.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
     serve = str(Path(sys.executable).with_name("serve"))
-    process = launch([serve, "run", str(config)], directory / "log")
+    # A shell that runs tests in the background leaves SIGINT ignored, which `serve run` would inherit.
+    process = launch(["env", "--default-signal=INT", serve, "run", str(config)], directory / "log")
     running = Graph(process, port, directory / "log")
     try:
         wait_until(lambda: ready(running), START_SECONDS, 0.3)

@@ -106,7 +106,9 @@ class Graph:
             return self.process.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             for pid in descendants(self.process.pid):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait(PATIENCE_SECONDS)
             raise
 
 
