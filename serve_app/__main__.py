@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from serve_app.ray_flags import set_flags
+from serve_app.ray_flags import KEEP_ALIVE_SECONDS, set_flags
 from serve_app.settings import Settings, SettingsError, load, parse_arguments
 from serve_app.supervision import supervised
 
@@ -164,7 +164,8 @@ def _deploy(startup: Startup, stop: threading.Event, deployed: list[str]) -> Non
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     server = startup.settings.server
-    serve.start(http_options={"host": server.host, "port": server.port}, proxy_location="HeadOnly")
+    http = {"host": server.host, "port": server.port, "keep_alive_timeout_s": KEEP_ALIVE_SECONDS}
+    serve.start(http_options=http, proxy_location="HeadOnly")
     check_address(startup.settings)
     wanted = targets(startup)
     deployed += [target.name for target in wanted]

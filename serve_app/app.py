@@ -21,6 +21,7 @@ from serve_app.engine_replica import EngineReplica
 from serve_app.ingress.families import FAMILIES, PREFIXES
 from serve_app.ingress_replica import IngressReplica
 from serve_app.preprocessor import PreprocessorReplica
+from serve_app.ray_flags import KEEP_ALIVE_SECONDS
 from serve_app.settings import Settings, SettingsError, cores, load
 from serve_app.startup import ResolvedDevice, Startup, start
 
@@ -94,7 +95,11 @@ def serve_config(args: Mapping[str, Any]) -> dict[str, Any]:
         }
         for name in (MODEL, *FAMILIES)
     ]
-    http = {"host": settings.server.host, "port": settings.server.port}
+    http = {
+        "host": settings.server.host,
+        "port": settings.server.port,
+        "keep_alive_timeout_s": KEEP_ALIVE_SECONDS,
+    }
     return {"proxy_location": "EveryNode", "http_options": http, "applications": applications}
 
 

@@ -21,6 +21,9 @@ from serve_app import headers
 from serve_app.settings import Settings, SettingsError, cores
 
 LONGEST_STREAM_SECONDS = 3600
+KEEP_ALIVE_SECONDS = 620
+"""Idle connections stay open longer than load balancers keep theirs (600 s is the longest usual), so that none of them
+sends a request into a connection that is being closed."""
 PORTS = range(20_000, 30_000)
 """Neither Linux's ephemeral ports nor those that Ray hands to its own processes: what is free when it is looked for is
 still free when, half a minute later, it is listened on."""
