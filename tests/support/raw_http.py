@@ -36,9 +36,11 @@ class RawRequest:
 
     def read_all(self) -> bytes:
         """Everything until the server closes."""
-        while data := self.socket.recv(65536):
-            self.received += data
+        parts = [self.received]
+        while data := self.socket.recv(1 << 20):
+            parts.append(data)
         self.socket.close()
+        self.received = b"".join(parts)
         return self.received
 
     def close(self, *, reset: bool = False) -> None:

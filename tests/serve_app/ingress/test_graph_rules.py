@@ -111,19 +111,23 @@ class Stream:
         return self.received
 
     def rest(self) -> bytes:
+        parts = [self.received]
         while data := self.socket.recv(1 << 20):
-            self.received += data
+            parts.append(data)
         self.socket.close()
+        self.received = b"".join(parts)
         return self.received
 
     def body(self) -> bytes:
         """The whole body, its chunks joined."""
-        rest = self.rest().partition(b"\r\n\r\n")[2]
+        data = self.rest()
+        at = data.index(b"\r\n\r\n") + 4
         parts = []
-        while rest:
-            size, _, rest = rest.partition(b"\r\n")
-            parts.append(rest[: int(size, 16)])
-            rest = rest[int(size, 16) + 2 :]
+        while at < len(data):
+            start = data.index(b"\r\n", at) + 2
+            size = int(data[at:start], 16)
+            parts.append(data[start : start + size])
+            at = start + size + 2
         return b"".join(parts)
 
     def leave(self) -> None:
