@@ -266,6 +266,13 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool | None = None
 
 
+def refuse_effort_score(body: Mapping[str, Any], named: str) -> None:
+    """Raises InvalidRequest for a top-level reasoning_effort that is no name: scores belong to Chat. `named`: the
+    endpoint's own field for a level."""
+    if not isinstance(body.get("reasoning_effort"), str | None):
+        raise refuse("reasoning_effort", f"must not be a number here: give a named level as {named}")
+
+
 # Fields that would change the output if they were honoured, with the values that change nothing.
 _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "logit_bias": ({}, []),

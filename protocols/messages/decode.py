@@ -12,7 +12,7 @@ from typing import Any, Final
 from engine.types.constraint import Constraint
 from engine.types.conversation import Conversation, ToolCall, ToolChoice
 from engine.types.request import GenerationRequest, ReasoningOptions, TemplateOptions
-from protocols.fields import INT32_MAX, Decoded, DecodeLimits, read, refuse, refuse_unsupported
+from protocols.fields import INT32_MAX, Decoded, DecodeLimits, read, refuse, refuse_effort_score, refuse_unsupported
 from protocols.messages.history import History, check_context
 from protocols.messages.schema import CreateFields, PromptFields, ToolChoiceField
 from protocols.structure import check_constraint, json_schema
@@ -56,6 +56,7 @@ def _request(fields: PromptFields, body: Mapping[str, Any], limits: DecodeLimits
         if body.get(name) is not None:
             raise refuse(name, "is not supported on Messages")
     refuse_unsupported(body, _HOSTED)
+    refuse_effort_score(body, "output_config.effort")
     if fields.context_management is not None:
         check_context([edit.model_dump() for edit in fields.context_management.edits or ()])
     conversation = _conversation(fields, limits)

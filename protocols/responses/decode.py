@@ -13,7 +13,15 @@ from typing import Any, Final
 from engine.types.constraint import Constraint
 from engine.types.conversation import Conversation, Message, Text
 from engine.types.request import GenerationRequest, OutputOptions, ReasoningOptions, TemplateOptions
-from protocols.fields import Decoded, DecodeLimits, check_alternatives, read, refuse, refuse_unsupported
+from protocols.fields import (
+    Decoded,
+    DecodeLimits,
+    check_alternatives,
+    read,
+    refuse,
+    refuse_effort_score,
+    refuse_unsupported,
+)
 from protocols.responses.items import Items
 from protocols.responses.schema import ResponsesFields, SchemaFormat
 from protocols.responses.tools import Declared, ToolSet, read_tools
@@ -83,6 +91,7 @@ def _refuse_state(fields: ResponsesFields, body: Mapping[str, Any]) -> None:
     if fields.truncation not in (None, "disabled"):
         raise refuse("truncation", "must be 'disabled': input is never truncated")
     refuse_unsupported(body, _UNSUPPORTED)
+    refuse_effort_score(body, "reasoning.effort")
 
 
 def _conversation(fields: ResponsesFields, tools: ToolSet, limits: DecodeLimits) -> Conversation:

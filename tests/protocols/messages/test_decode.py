@@ -469,6 +469,13 @@ def test_efforts_are_named(effort: Any) -> None:
     refused("output_config.effort", output_config={"effort": effort})
 
 
+@pytest.mark.parametrize("score", [80, 1.5, True, [80]])
+def test_effort_scores_are_no_numbers_here(score: Any) -> None:
+    assert "output_config.effort" in str(refused("reasoning_effort", reasoning_effort=score))
+    for given in ("low", None):
+        assert request(reasoning_effort=given).reasoning == request().reasoning
+
+
 def test_a_disabled_budget_means_nothing() -> None:
     found = request(thinking={"type": "disabled", "budget_tokens": 4096}).reasoning
     assert (found.enabled, found.budget, found.effort) == (False, None, None)

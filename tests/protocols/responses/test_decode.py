@@ -431,6 +431,13 @@ def test_text_formats() -> None:
     refused("ignore_eos", text={"format": form}, ignore_eos=True)
 
 
+@pytest.mark.parametrize("score", [80, 1.5, True, [80]])
+def test_effort_scores_are_no_numbers_here(score: Any) -> None:
+    assert "reasoning.effort" in str(refused("reasoning_effort", reasoning_effort=score))
+    for given in ("low", None):
+        assert request(reasoning_effort=given).reasoning == request().reasoning
+
+
 @pytest.mark.parametrize("effort", ["minimal", "low", "medium", "high", "xhigh", "max"])
 def test_named_efforts(effort: str) -> None:
     found = request(reasoning={"effort": effort}).reasoning
