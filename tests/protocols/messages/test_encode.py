@@ -12,14 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.types.conversation import Conversation
-from engine.types.events import SemanticEvent
+from engine.types.events import FirstToken, SemanticEvent
 from engine.types.request import GenerationRequest
 from protocols.encoder import ResponseContext
 from protocols.errors import ExecutionFailed, OutputInvalid, ProtocolError, SlotsExhausted, Unavailable
 from protocols.fields import Decoded
 from protocols.messages.encode import MessagesEncoder
 from protocols.messages.thinking import marker
-from tests.support.scenarios import FAILED, PROMPT, SCENARIOS, SUCCEEDED, USAGE, chunked, outputs, token_bytes
+from tests.support.scenarios import (
+    FAILED,
+    PROMPT,
+    SCENARIOS,
+    SUCCEEDED,
+    USAGE,
+    call,
+    chunked,
+    end,
+    outputs,
+    token_bytes,
+)
 from tests.support.sdk import anthropic_client, events
 
 CONTEXT = ResponseContext("0123abcd", "org/model", 1_764_000_000, token_bytes, (PROMPT,))
@@ -219,3 +230,10 @@ def test_an_unfinished_answer_is_no_success() -> None:
     assert events(encoder.finish())[-1][0] == "error"
     with pytest.raises(ExecutionFailed):
         encoder.result()
+
+
+def test_long_integers_of_a_call_keep_their_value() -> None:
+    encoder, frames = run([FirstToken(), *call(0, "Read", {"id": 2**64 + 1}), end(calls=1)])
+    (block,) = encoder.result()["content"]
+    assert block["input"] == {"id": 2**64 + 1}
+    assert str(2**64 + 1).encode() in b"".join(frames)
