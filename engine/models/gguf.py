@@ -246,19 +246,64 @@ def _q5_0(raw: NDArray[np.uint8]) -> Unpacked:
     return (_nibbles(raw[:, 6:]) | (fifth << 4)).astype(np.uint8), scale, scale * np.float32(-16)
 
 
+def _q5_1(raw: NDArray[np.uint8]) -> Unpacked:
+    fifth = np.unpackbits(raw[:, 4:8], axis=1, bitorder="little")
+    return (_nibbles(raw[:, 8:]) | (fifth << 4)).astype(np.uint8), _half(raw, 0), _half(raw, 2)
+
+
 def _q8_0(raw: NDArray[np.uint8]) -> Unpacked:
     scale = _half(raw, 0)
     return raw[:, 2:] ^ np.uint8(128), scale, scale * np.float32(-128)  # xor: two's complement plus 128
 
 
-def _q4_k(raw: NDArray[np.uint8]) -> Unpacked:
+def _k_scales(raw: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Scales and zeros of the eight groups of Q4_K and Q5_K: six bits each in twelve bytes, under two factors."""
     packed = raw[:, 4:16]
     low, high, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     sixths = np.concatenate((low & 63, (rest & 15) | (low >> 6 << 4)), axis=1).astype(np.float32)
     minima = np.concatenate((high & 63, (rest >> 4) | (high >> 6 << 4)), axis=1).astype(np.float32)
     scales: NDArray[np.float32] = (_half(raw, 0) * sixths).astype(np.float32)
     zeros: NDArray[np.float32] = (-(_half(raw, 2) * minima)).astype(np.float32)
+    return scales, zeros
+
+
+def _crumbs(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Two-bit codes: 32 bytes hold 128 of them, those of the lowest bits first: [blocks, 64] → [blocks, 256]."""
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
+    return (packed.reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, 256).astype(np.uint8)
+
+
+def _bit_planes(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """One bit of each code: 32 bytes hold a plane of 32 codes a bit, the lowest first: [blocks, 32] → [blocks, 256]."""
+    shifts = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    return (packed[:, None, :] >> shifts & 1).reshape(-1, 256).astype(np.uint8)
+
+
+def _q2_k(raw: NDArray[np.uint8]) -> Unpacked:
+    scales: NDArray[np.float32] = (_half(raw, 80) * (raw[:, :16] & 15)).astype(np.float32)
+    zeros: NDArray[np.float32] = (-(_half(raw, 82) * (raw[:, :16] >> 4))).astype(np.float32)
+    return _crumbs(raw[:, 16:80]), scales, zeros
+
+
+def _q3_k(raw: NDArray[np.uint8]) -> Unpacked:
+    packed = raw[:, 96:108]
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 4, 1)
+    high = (packed[:, None, 8:] >> shifts & 3).reshape(-1, 16)
+    sixths = (_nibbles(packed[:, :8]) | (high << 4)).astype(np.float32) - 32
+    scales: NDArray[np.float32] = (_half(raw, 108) * sixths).astype(np.float32)
+    codes = _crumbs(raw[:, 32:96]) | (_bit_planes(raw[:, :32]) << 2)
+    return codes.astype(np.uint8), scales, (scales * np.float32(-4)).astype(np.float32)
+
+
+def _q4_k(raw: NDArray[np.uint8]) -> Unpacked:
+    scales, zeros = _k_scales(raw)
     return _nibbles(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256).astype(np.uint8), scales, zeros
+
+
+def _q5_k(raw: NDArray[np.uint8]) -> Unpacked:
+    scales, zeros = _k_scales(raw)
+    codes = _nibbles(raw[:, 48:].reshape(-1, 4, 32)).reshape(-1, 256) | (_bit_planes(raw[:, 16:48]) << 4)
+    return codes.astype(np.uint8), scales, zeros
 
 
 def _q6_k(raw: NDArray[np.uint8]) -> Unpacked:
@@ -276,8 +321,12 @@ _FORMATS = {
     "Q4_0": _Format(32, 18, 32, 4, _q4_0),
     "Q4_1": _Format(32, 20, 32, 4, _q4_1),
     "Q5_0": _Format(32, 22, 32, 5, _q5_0),
+    "Q5_1": _Format(32, 24, 32, 5, _q5_1),
     "Q8_0": _Format(32, 34, 32, 8, _q8_0),
+    "Q2_K": _Format(256, 84, 16, 2, _q2_k),
+    "Q3_K": _Format(256, 110, 16, 3, _q3_k),
     "Q4_K": _Format(256, 144, 32, 4, _q4_k),
+    "Q5_K": _Format(256, 176, 32, 5, _q5_k),
     "Q6_K": _Format(256, 210, 16, 6, _q6_k),
 }
 QUANTIZED = tuple(_FORMATS)

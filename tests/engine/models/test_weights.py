@@ -38,7 +38,8 @@ def quantised_blocks(name: str, count: int) -> np.ndarray[Any, np.dtype[np.uint8
     kind = gguf.GGMLQuantizationType[name]
     rng = np.random.default_rng(len(name))
     raw = rng.integers(0, 256, (count, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
-    halves = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}.get(name, (0,))
+    pair, elsewhere = (0, 2), {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+    halves = pair if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else elsewhere.get(name, (0,))
     for at in halves:
         raw[:, at : at + 2] = rng.normal(size=count).astype(np.float16).view(np.uint8).reshape(count, 2)
     return raw
@@ -64,6 +65,17 @@ def test_dequantised_as_the_gguf_package_does(name: str, tmp_path: Path) -> None
     file = read_gguf(write(tmp_path / "x.gguf", {"t": (raw, name)}))
     assert file.tensors["t"].shape == (3, width)
     assert np.array_equal(file.blocks("t").dequantize(), gguf.dequantize(raw, kind))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_kernels_add_less_than_the_format_has_lost(name: str, tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    raw = quantised_blocks(name, 2048 // gguf.GGML_QUANT_SIZES[kind][0])
+    grouped = read_gguf(write(tmp_path / "x.gguf", {"w": (raw.reshape(4, -1), name)})).blocks("w")
+    exact = torch.from_numpy(grouped.dequantize())
+    used = quantized.effective(grouped) if quantized.packable(grouped) else exact.to(torch.bfloat16).float()
+    added = float((used - exact).square().mean().sqrt())
+    assert 0 < added < float(np.sqrt(np.mean(np.square(grouped.scales)) / 12))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
@@ -179,10 +191,10 @@ def test_broken_gguf_files_are_named(tmp_path: Path) -> None:
 
 
 def test_an_unsupported_gguf_type_names_tensor_and_type(tmp_path: Path) -> None:
-    kind = gguf.GGMLQuantizationType.Q3_K
+    kind = gguf.GGMLQuantizationType.IQ4_NL
     raw = np.zeros((2, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
-    path = write(tmp_path / "x.gguf", {"blk.0.ffn_up.weight": (raw, "Q3_K")})
-    with pytest.raises(WeightsError, match=r"blk\.0\.ffn_up\.weight has unsupported type Q3_K"):
+    path = write(tmp_path / "x.gguf", {"blk.0.ffn_up.weight": (raw, "IQ4_NL")})
+    with pytest.raises(WeightsError, match=r"blk\.0\.ffn_up\.weight has unsupported type IQ4_NL"):
         read_gguf(path)
 
 
