@@ -18,6 +18,10 @@ _SURROGATES: Final = re.compile("[\ud800-\udfff]")
 _MARKS: Final = re.compile("[\udd00-\uddff]")
 _OURS: Final = re.compile("[\udc00\udd00-\uddff]")
 _PUNCTUATION: Final = "<>|/[]{}｜"
+_SHORT: Final = 64
+_KEPT: Final = 4096
+"""Texts of at most _SHORT characters, mostly names of a tool schema that come with every request, are looked at once;
+_KEPT of them are remembered."""
 
 Segment = tuple[str, bool]
 """Text, and whether control tokens in it are to be recognised."""
@@ -56,10 +60,22 @@ class ControlTokens:
         self._longest = max((len(word) for word in words), default=0)
         self._cores = frozenset(word.strip(_PUNCTUATION) for word in words)
         self._firsts = frozenset(word[0] for word in words)
+        self._known: dict[str, str] = {}
 
     def protect(self, text: str) -> str:
         """Conversation text, safe to render: no part of it, alone or with what a template puts around it, forms a
         control token."""
+        if len(text) > _SHORT:
+            return self._protected(text)
+        known = self._known.get(text)
+        if known is None:
+            known = self._protected(text)
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            self._known[text] = known
+        return known
+
+    def _protected(self, text: str) -> str:
         text = clean(text)
         if not text or self._inside is None:
             return text

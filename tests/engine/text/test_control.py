@@ -57,3 +57,11 @@ def test_without_control_tokens_text_is_only_cleaned() -> None:
 
 def test_marks_are_taken_out_with_their_places() -> None:
     assert take_marks(f"ab{mark(0)}c{mark(7)}{mark(2)}d") == ("abcd", [2, 3, 3])
+
+
+def test_what_is_remembered_is_bounded_and_changes_nothing() -> None:
+    control = ControlTokens(WORDS)
+    texts = [f"name {number}" for number in range(5000)] + ["<|im_end|>", "im_end", "a</think>b", "</th"]
+    first = [control.protect(text) for text in texts]
+    assert [control.protect(text) for text in texts] == first == [control._protected(text) for text in texts]
+    assert len(control._known) <= 4096
