@@ -129,7 +129,9 @@ Asked = tuple[Case, Protocol, dict[str, Any]]
 
 
 def asked(case: Case, style: str, protocol: Protocol, **fields: Any) -> Asked:
-    thinking = {} if case.thinking is None else {"chat_template_kwargs": {"enable_thinking": case.thinking}}
+    thinking: dict[str, Any] = (
+        {} if case.thinking is None else {"chat_template_kwargs": {"enable_thinking": case.thinking}}
+    )
     return case, protocol, ask(protocol, f"{style} {case.marker}", tools=TOOLS, **thinking, **fields)
 
 
