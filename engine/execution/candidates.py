@@ -7,18 +7,22 @@ whose survivors are many (flat distributions, no filter at all) race a superset 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.execution.noise import exponential_noise, race, winner
+from engine.execution.noise import exponential_noise, leaders
 from engine.execution.sampling_rows import Part
 from engine.execution.selection import at_least, padded, row_sums
 
 FIRST_LOOK = 64
 """Block maxima that bound the first candidates of a top-p row; nearly always enough."""
+
+MOST_OF_A_LOOK = 4
+"""Candidates a block of the first look, hardly ever more: a nucleus of a greater mass needs no look."""
 
 MOST_BLOCKS = 256
 """Blocks that may hold candidates; rows with more are raced instead."""
@@ -29,34 +33,42 @@ FEW_BLOCKS = 16
 REACH = 41.0
 """Noise spans 2^-53 … 36.8, so a weight below e^-41 of the greatest can't win."""
 
-DENSE = 0.5
-"""From this share of the vocabulary on, racing all of it is cheaper than gathering the survivors."""
-
-LADDER = 3
-"""Halvings that tighten the superset of a wide nucleus; each costs one pass, a survivor less saves its noise."""
+EXPECTED = 8
+"""How many ids of a race are looked at, on average, before it is widened: the best score is hardly ever lower than the
+eighth part of the mass."""
 
 
 def by_candidates(part: Part) -> Tensor:
     """Ids [rows] of rows whose logits are finite at the maximum."""
-    count = len(part.logits)
+    unlimited = part.rows.top_k >= part.logits.shape[1]
+    total, known = _total_mass(part, unlimited & (part.rows.top_p < 1))
+    wide = part.rows.top_p.double() * total > FIRST_LOOK * MOST_OF_A_LOOK
+    result = torch.zeros(len(part.logits), dtype=torch.int64)
+    if not bool(wide.all()):
+        wide |= ~_ranked(part, unlimited, total, result)
+    for row in wide.nonzero()[:, 0].tolist():
+        one = part.only(slice(row, row + 1))
+        weights = known[row] if row in known else _weights(one)[0]
+        result[row] = _by_race(one, weights, float(total[row]) if row in known else float(row_sums(weights[None])))
+    return result
+
+
+def _ranked(part: Part, unlimited: Tensor, total: Tensor, result: Tensor) -> Tensor:
+    """Writes into `result` [rows] the ids of those rows whose survivors are certainly among a few candidates, and says
+    which rows those are."""
     bounds, certain = _bounds(part)
     narrow = (part.maxima >= bounds[:, None]).sum(1) <= MOST_BLOCKS
-    rows, ids = at_least(part.logits, part.maxima, torch.where(narrow, bounds, torch.inf))
-    unlimited = part.rows.top_k >= part.logits.shape[1]
     narrow &= certain | unlimited  # with a large top-k, candidates would need the mass of all k
-    total, known = _total_mass(part, unlimited & (part.rows.top_p < 1))
+    rows, ids = at_least(part.logits, part.maxima, torch.where(narrow, bounds, torch.inf))
     weights = (part.peak[rows] - part.logits[rows, ids]).div_(part.rows.temperature[rows]).neg_().exp_().double()
-    mass = torch.zeros(count, dtype=torch.float64).index_add_(0, rows, weights)
+    mass = torch.zeros(len(result), dtype=torch.float64).index_add_(0, rows, weights)
     # A little more than top_p: the sums are rounded differently, and a spare candidate costs nothing.
     narrow &= certain | (mass >= part.rows.top_p.double() * total * (1 + 1e-6))
-    result = torch.zeros(count, dtype=torch.int64)
     if bool(narrow.any()):
         keep = narrow[rows]
-        matrix, real = padded(rows[keep], ids[keep], count)
-        result = ranked_choice(part, matrix, real, total)
-    for row in (~narrow).nonzero()[:, 0].tolist():
-        result[row] = _by_race(part, row, known.get(row), float(total[row]))
-    return result
+        matrix, real = padded(rows[keep], ids[keep], len(result))
+        result.copy_(ranked_choice(part, matrix, real, total))
+    return narrow
 
 
 def _bounds(part: Part) -> tuple[Tensor, Tensor]:
@@ -79,15 +91,19 @@ def _bounds(part: Part) -> tuple[Tensor, Tensor]:
 
 
 def _total_mass(part: Part, asking: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-    """Sum [rows] of weights exp(-gap) over the vocabulary, one for rows that aren't asking; and by row the weights."""
+    """Sum [rows] of weights over the vocabulary, one for rows that aren't asking; and the others' weights by row."""
     total = torch.ones(len(asking), dtype=torch.float64)
     index = asking.nonzero()[:, 0]
     if not len(index):
         return total, {}
-    some = part if len(index) == len(asking) else part.only(index)
-    weights = some.gaps(some.logits).neg_().exp_()
+    weights = _weights(part if len(index) == len(asking) else part.only(index))
     total[index] = row_sums(weights)
     return total, dict(zip(index.tolist(), weights, strict=True))
+
+
+def _weights(part: Part) -> Tensor:
+    """exp(-gap) [rows, vocab]; a gap's negative is a difference as well, which saves a pass."""
+    return (part.logits - part.peak[:, None]).div_(part.rows.temperature[:, None]).exp_()
 
 
 def ranked_choice(part: Part, matrix: Tensor, real: Tensor, total: Tensor) -> Tensor:
@@ -110,85 +126,85 @@ def ranked_choice(part: Part, matrix: Tensor, real: Tensor, total: Tensor) -> Te
     return ids.gather(1, scores.argmax(1, keepdim=True))[:, 0]
 
 
-def _by_race(part: Part, row: int, weights: Tensor | None, total: float) -> int:
-    """The id of one row with many survivors; `weights` [vocab] exp(-gap) and their sum `total`, if they are known.
+def _by_race(part: Part, weights: Tensor, mass: float) -> int:
+    """The id of a lone row with many survivors; `weights` [vocab] exp(-gap) and their sum.
 
-    Noise decides first, over a superset of the survivors; then the winner is tested against the filters, which
-    takes one pass, and the next best is tried if it fails. The first that passes is the arg-max over survivors.
+    Noise decides first: the leaders among all ids are tested against the filters, each in one pass, and the first that
+    passes is the arg-max over survivors. What fails top-p bounds the survivors, and the race is run again among what
+    lies before it.
     """
-    gaps = (part.peak[row] - part.logits[row]).div_(part.rows.temperature[row])
-    filters = _Filters(part, row, gaps, weights, total)
-    values, key = filters.weights.numpy(), int(part.keys[row])
-    heavy = values >= np.float32(filters.least())
-    ids = np.flatnonzero(heavy) if np.count_nonzero(heavy) < len(heavy) * DENSE else None
-    contenders = values if ids is None else values[ids]
-    filters.keep(ids)
-    best = winner(contenders, key, ids)
-    if filters.passes(best if ids is None else int(ids[best])):
-        return best if ids is None else int(ids[best])
-    scores = race(contenders, key, ids)
+    filters, key = _Filters(part, weights, mass), int(part.keys)
+    least = filters.mass / EXPECTED
     while True:
-        scores[best] = -1.0
-        best = int(scores.argmax())
-        token = best if ids is None else int(ids[best])
-        if filters.passes(token):
-            return token
+        border = filters.border
+        for token in leaders(filters.weights, key, least)[0].tolist():
+            if filters.passes(token):
+                return int(token)
+        if filters.border < border:
+            filters.narrow()
+            least = filters.mass / EXPECTED
+        else:
+            least /= EXPECTED
 
 
 class _Filters:
-    """The filters of one row, asked about single ids. `gaps`, `weights`: [vocab]."""
+    """The filters of a lone row, asked about single ids. `weights` [vocab]: zero where top-k, min-p or, once narrowed,
+    top-p leave nothing; `mass`: their sum. `border`: (gap, id) of an id that top-p excludes, with all that follow."""
 
-    def __init__(self, part: Part, row: int, gaps: Tensor, weights: Tensor | None, total: float) -> None:
-        self.gaps = gaps
-        self.weights = gaps.neg().exp_() if weights is None else weights
-        self._kept: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64] | None]
-        self._kept = (gaps.numpy(), self.weights.numpy(), None)
-        self._top_p, self._min_p = float(part.rows.top_p[row]), float(part.rows.min_p[row])
-        self._last_gap, self._last_id = math.inf, len(gaps)
-        top_k = int(part.rows.top_k[row])
-        if top_k < len(gaps):
-            self._last_gap = float(np.partition(gaps.numpy(), top_k - 1)[top_k - 1])
-            below = int(np.count_nonzero(gaps.numpy() < np.float32(self._last_gap)))
-            self._last_id = int(np.flatnonzero(gaps.numpy() == np.float32(self._last_gap))[top_k - below - 1])
-            total = self._mass(self._last_gap, self._last_id + 1) if self._top_p < 1 else total
-        self._whole = total
+    def __init__(self, part: Part, weights: Tensor, mass: float) -> None:
+        self._logits, self._weights = part.logits[0].numpy(), weights
+        self._peak, self._temperature = part.peak.numpy()[0], part.rows.temperature.numpy()[0]
+        self.mass = mass
+        self.border = (math.inf, 0)
+        top_p, min_p, top_k = float(part.rows.top_p), float(part.rows.min_p), int(part.rows.top_k)
+        if top_k < len(weights):
+            self._keep_before(*self._end(top_k))
+        self._target = math.inf if top_p >= 1 else top_p * self.mass
+        if min_p > 0:
+            self._keep(self._weights >= min_p)
 
-    def least(self) -> float:
-        """A weight that every survivor reaches.
-
-        Ids lighter than (1 - top_p) / n of the mass weigh less than 1 - top_p together, so the nucleus doesn't need
-        them; halving the gap from there on keeps the least weight whose followers still reach top_p.
-        """
-        # A little slack: weights are rounded, and the border is compared as a float32.
-        floor = max(math.exp(-REACH), self._min_p, math.exp(-min(self._last_gap, REACH)) * (1 - 1e-6))
-        if self._top_p >= 1:
-            return floor
-        target = self._top_p * self._whole * (1 + 1e-6)
-        far, near = -math.log(max(floor, (1 - self._top_p) * self._whole / len(self.gaps) * (1 - 1e-6))), 0.0
-        for _ in range(LADDER):
-            middle = (far + near) / 2
-            kept = torch.threshold(self.weights, math.exp(-middle), 0.0)
-            far, near = (middle, near) if float(row_sums(kept[None])) >= target else (far, middle)
-        return math.exp(-far) * (1 - 1e-6)
+    @property
+    def weights(self) -> NDArray[np.float32]:
+        return self._weights.numpy()
 
     def passes(self, token: int) -> bool:
-        gap = float(self.gaps[token])
-        if gap > self._last_gap or (gap == self._last_gap and token > self._last_id):
+        gap = float(self._gaps(token))
+        if (gap, token) >= self.border:
             return False
-        if float(self.weights[token]) < self._min_p:
+        if self._target < math.inf and self._mass_before(gap, token) >= self._target:
+            self.border = (gap, token)
             return False
-        return self._top_p >= 1 or self._mass(gap, token) < self._top_p * self._whole
+        return True
 
-    def keep(self, ids: NDArray[np.int64] | None) -> None:
-        """Drops all but `ids`, among which are all survivors; None keeps everything. What was dropped lies behind
-        every survivor, so it never counts."""
-        if ids is not None:
-            self._kept = (self.gaps.numpy()[ids], self.weights.numpy()[ids], ids)
+    def narrow(self) -> None:
+        """Leaves only what lies before the border."""
+        self._keep_before(*self.border)
 
-    def _mass(self, gap: float, token: int) -> float:
-        """Mass of the ids before `token` by (gap, id), `gap` being its gap."""
-        gaps, weights, ids = self._kept
-        end = token if ids is None else int(np.searchsorted(ids, token))
-        before = torch.from_numpy(weights * (gaps < np.float32(gap)))
-        equal = np.count_nonzero(gaps[:end] == np.float32(gap))
-        return float(row_sums(before[None])) + equal * math.exp(-gap)
+    def _gaps(self, ids: Any) -> Any:
+        return (self._peak - self._logits[ids]) / self._temperature
+
+    def _end(self, top_k: int) -> tuple[float, int]:
+        """The (gap, id) before which `top_k` ids lie."""
+        gaps = self._gaps(slice(None))
+        last = np.partition(gaps, top_k - 1)[top_k - 1]
+        below = int(np.count_nonzero(gaps < last))
+        return float(last), int(np.flatnonzero(gaps == last)[top_k - below - 1]) + 1
+
+    def _keep_before(self, gap: float, token: int) -> None:
+        gaps = self._gaps(slice(None))
+        kept = gaps < np.float32(gap)
+        kept[:token] |= gaps[:token] == np.float32(gap)
+        self._keep(torch.from_numpy(kept))
+
+    def _keep(self, kept: Tensor) -> None:
+        self._weights = torch.where(kept, self._weights, 0.0)
+        self.mass = float(row_sums(self._weights[None]))
+
+    def _mass_before(self, gap: float, token: int) -> float:
+        """Mass of the ids before `token` by (gap, id), `gap` being its gap. Ids without a weight lie behind it."""
+        weight = self.weights[token]
+        heavier = float(row_sums(torch.threshold(self._weights, float(weight), 0.0)[None]))
+        equal = np.flatnonzero(self.weights == weight)
+        gaps = self._gaps(equal)
+        before = (gaps < np.float32(gap)) | ((gaps == np.float32(gap)) & (equal < token))
+        return heavier + float(weight) * int(np.count_nonzero(before))

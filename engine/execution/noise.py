@@ -7,8 +7,7 @@ formula: torch, for any device, and numpy in blocks that stay in the cache, for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,9 @@ generators" (2014)."""
 
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
-_BLOCK = 8192
+_WORD = 0xFFFFFFFFFFFFFFFF
+_STEP, _FACTOR1, _FACTOR2 = np.uint64(GOLDEN), np.uint64(_MIX1), np.uint64(_MIX2)
+_SHIFT1, _SHIFT2 = np.uint64(30), np.uint64(27)
 
 
 def signed(value: int) -> int:
@@ -43,70 +44,77 @@ def exponential_noise(keys: Tensor, ids: Tensor) -> Tensor:
     return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
-def race(weights: NDArray[np.float32], key: int, ids: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-    """`weights` [n] / noise of `ids` [n] (None for 0 … n-1) under the signed 64-bit `key`."""
-    scores = np.empty(len(weights), np.float64)
-    for start, bits in _hashes(len(weights), key, ids):
-        part = slice(start, start + len(bits))
-        np.divide(weights[part], _exponential(bits), out=scores[part])
-    return scores
-
-
-def winner(weights: NDArray[np.float32], key: int, ids: NDArray[np.int64] | None = None) -> int:
-    """The index of the greatest in `race`, several times as fast: an id whose hash alone shows that its noise is
-    too great for its block's greatest weight needs no logarithm."""
-    best, lead = 0, 0.0
-    for start, bits in _hashes(len(weights), key, ids):
-        part = weights[start : start + len(bits)]
-        heaviest = float(part.max())
-        if heaviest <= 0:
-            continue
-        # weight / E > lead needs E < heaviest / lead, so a hash of at least 2^52 exp(-heaviest / lead), less rounding
-        floor = int(math.exp(-heaviest / lead) * 2.0**52) - 16 if lead > 0 else 0
-        near = np.flatnonzero(bits >= np.uint64(floor << 12)) if floor > 0 else np.arange(len(bits))
-        if len(near):
-            scores = part[near] / _exponential(bits[near])
-            place = int(scores.argmax())
-            if scores[place] > lead:
-                best, lead = start + int(near[place]), float(scores[place])
-    return best
-
-
-def _hashes(count: int, key: int, ids: NDArray[np.int64] | None) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """(start, 64-bit hashes) of blocks of `ids`. A block is overwritten by the next."""
-    steps = _steps(count) if ids is None else None
-    offset = np.uint64(key & 0xFFFFFFFFFFFFFFFF)
-    block, scratch = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
+def noise_keys_on_host(seed: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`noise_keys`, without a tensor's cost for each operation of a short row."""
     with np.errstate(over="ignore"):
-        for start in range(0, count, _BLOCK):
-            size = min(_BLOCK, count - start)
-            bits, shifted = block[:size], scratch[:size]
-            if steps is not None:
-                np.add(steps[start : start + size], offset, out=bits)
-            else:
-                assert ids is not None
-                np.add(ids[start : start + size].view(np.uint64), np.uint64(1), out=bits)
-                bits *= np.uint64(GOLDEN)
-                bits += offset
-            for shift, factor in ((30, _MIX1), (27, _MIX2), (31, 1)):
-                np.right_shift(bits, np.uint64(shift), out=shifted)
-                bits ^= shifted
-                if factor != 1:
-                    bits *= np.uint64(factor)
-            yield start, bits
+        place = (position.astype(np.uint64) + np.uint64(1)) * _STEP
+        return _mixed_on_host(seed.view(np.uint64) ^ _mixed_on_host(place)).view(np.int64)
 
 
-def _exponential(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    noise = (bits >> np.uint64(12)).view(np.int64).astype(np.float64)
+def noise_on_host(key: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`exponential_noise` of `ids` [n] under one signed 64-bit `key`."""
+    with np.errstate(over="ignore"):
+        bits = _mixed_on_host((ids.astype(np.uint64) + np.uint64(1)) * _STEP + np.uint64(key & _WORD))
+    noise = (bits >> np.uint64(12)).astype(np.float64)
     noise += 0.5
     noise *= 2.0**-52
-    np.log(noise, out=noise)
-    return np.negative(noise, out=noise)
+    return np.negative(np.log(noise, out=noise), out=noise)
 
 
-@lru_cache(maxsize=4)
-def _steps(count: int) -> NDArray[np.uint64]:
-    steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+def leaders(weights: NDArray[np.float32], key: int, least: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """(ids, scores) by decreasing score of every id whose score, weight / noise under `key`, reaches `least` > 0.
+    `weights` [vocab].
+
+    A light id reaches it by little noise alone, which few hashes give; the heavy ids are few. So hardly any id needs
+    more than a hash, without its last round, and two comparisons.
+    """
+    count = len(weights)
+    ids = np.flatnonzero(_hashed_at_least(_FEW / count, count, key) | (weights >= np.float32(least * _FEW / count)))
+    scores = weights[ids] / noise_on_host(key, ids)
+    reached = scores >= least
+    ids, scores = ids[reached], scores[reached]
+    order = np.argsort(-scores, kind="stable")
+    return ids[order], scores[order]
+
+
+_FEW = 1024
+"""How many of the light ids, on average, get a logarithm."""
+
+_BLOCK = 1 << 14
+"""Ids hashed at once: their hashes stay in the cache."""
+
+
+def _hashed_at_least(most: float, count: int, key: int) -> NDArray[np.bool_]:
+    """For ids 0 … count - 1, whether the hash alone leaves the noise at `most`; a few that it doesn't are there too.
+
+    Noise is at most m if the hash is at least 2^64 exp(-m). Only the upper 31 bits are asked, since SplitMix64's last
+    round, which is left out, doesn't change them.
+    """
+    floor = np.uint64(max(int(math.exp(-most) * 2.0**31) - 16, 0) << 33)
+    steps = _first_steps()
+    bits, scratch = np.empty((2, _BLOCK), np.uint64)
+    reached = np.empty(count, np.bool_)
+    for start in range(0, count, _BLOCK):
+        size = min(_BLOCK, count - start)
+        part, shifted = bits[:size], scratch[:size]
+        np.add(steps[:size], np.uint64((key + start * GOLDEN) & _WORD), out=part)
+        for shift, factor in ((_SHIFT1, _FACTOR1), (_SHIFT2, _FACTOR2)):
+            np.right_shift(part, shift, out=shifted)
+            np.bitwise_xor(part, shifted, out=part)
+            np.multiply(part, factor, out=part)
+        np.greater_equal(part, floor, out=reached[start : start + size])
+    return reached
+
+
+def _mixed_on_host(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits = (bits ^ (bits >> _SHIFT1)) * _FACTOR1
+    bits = (bits ^ (bits >> _SHIFT2)) * _FACTOR2
+    return bits ^ (bits >> np.uint64(31))
+
+
+@cache
+def _first_steps() -> NDArray[np.uint64]:
+    steps = np.arange(1, _BLOCK + 1, dtype=np.uint64) * _STEP
     steps.setflags(write=False)
     return steps
 

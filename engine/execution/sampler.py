@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.candidates import by_candidates
-from engine.execution.noise import noise_keys
+from engine.execution.noise import noise_keys, noise_keys_on_host
 from engine.execution.sampling_rows import Bans, Mask, Part, Penalties, SamplingRows
 from engine.execution.selection import block_maxima
 from engine.execution.thresholds import by_filters, plain
@@ -49,10 +49,16 @@ def sample(logits: Tensor, rows: SamplingRows, mask: Mask | None = None) -> Samp
     working = _transformed(logits, rows, mask)
     maxima = raw_maxima if working is logits else block_maxima(working)
     peak = maxima.amax(1)
-    part = Part(working, maxima, peak, rows, noise_keys(rows.seed, rows.position))
+    part = Part(working, maxima, peak, rows, _keys(rows))
     ids = _on_accelerator(part) if logits.is_cuda else _on_cpu(part)
     state = torch.where(finite, torch.where(torch.isneginf(peak), 2, 0), 1).to(torch.int8)
     return Sampled(ids, state)
+
+
+def _keys(rows: SamplingRows) -> Tensor:
+    if rows.seed.is_cuda:
+        return noise_keys(rows.seed, rows.position)
+    return torch.from_numpy(noise_keys_on_host(rows.seed.numpy(), rows.position.numpy()))
 
 
 def _on_accelerator(part: Part) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.execution.noise import exponential_noise, noise_keys, race, winner
+from engine.execution.noise import exponential_noise, leaders, noise_keys, noise_keys_on_host, noise_on_host
 from engine.execution.sampler import Mask, SamplingRows, sample
 from engine.execution.sampling_rows import Part
 from engine.execution.sampling_state import SamplingState
@@ -68,6 +68,8 @@ FILTERS = [
     replace(NEUTRAL, min_p=0.3, top_p=0.7),
     replace(NEUTRAL, temperature=0.01),
     replace(NEUTRAL, temperature=0.01, top_p=0.5),
+    replace(NEUTRAL, top_p=0.02),
+    replace(NEUTRAL, top_p=0.4, min_p=0.4, top_k=30_000),
 ]
 
 
@@ -174,24 +176,27 @@ def _written_out(seed: int, position: int, token: int) -> float:
 
 
 def test_both_forms_of_the_noise_agree() -> None:
-    weights = np.ones(20_000, np.float32)
-    key = noise_keys(torch.tensor([12345]), torch.tensor([6]))
-    ids = torch.arange(20_000)
-    assert np.allclose(race(weights, int(key)), 1 / exponential_noise(key, ids).numpy(), rtol=1e-12)
-    some = np.array([0, 5, 19_999, 123_456_789], np.int64)
-    picked = race(weights[:4], int(key), some)
-    assert np.allclose(picked, 1 / exponential_noise(key, torch.from_numpy(some)).numpy(), rtol=1e-12)
+    seeds, positions = torch.tensor([12345, -1, 2**62]), torch.tensor([6, 0, 2**40])
+    keys = noise_keys(seeds, positions)
+    assert noise_keys_on_host(seeds.numpy(), positions.numpy()).tolist() == keys.tolist()
+    ids = torch.tensor([0, 5, 19_999, 123_456_789])
+    for key in keys:
+        assert np.allclose(noise_on_host(int(key), ids.numpy()), exponential_noise(key, ids).numpy(), rtol=1e-12)
 
 
-def test_the_quick_winner_is_the_arg_max_of_the_race() -> None:
+def test_leaders_are_all_ids_that_reach_a_score_best_first() -> None:
     random = np.random.default_rng(0)
-    for number in range(60):
-        weights = np.exp(-random.exponential(5, int(random.integers(1, 30_000)))).astype(np.float32)
-        if number % 3 == 0 and len(weights) > 1:
-            weights[1:][random.random(len(weights) - 1) < 0.7] = 0
-        ids = None if number % 2 else np.sort(random.choice(100_000, len(weights), replace=False)).astype(np.int64)
+    for number in range(80):
+        count = int(random.integers(1, 120_000 if number % 4 == 0 else 3000))
+        weights = np.exp(-random.exponential((0.1, 5)[number % 2], count)).astype(np.float32)
+        weights[1:][random.random(count - 1) < (0, 0.7, 0.9)[number % 3]] = 0
         key = int(random.integers(-(2**63), 2**63 - 1))
-        assert winner(weights, key, ids) == int(race(weights, key, ids).argmax())
+        scores = weights / noise_on_host(key, np.arange(count))
+        for least in (weights.sum() / 8, weights.sum() / 100, scores.max(), scores.max() * 1.01):
+            wanted = np.flatnonzero(scores >= least)
+            wanted = wanted[np.argsort(-scores[wanted], kind="stable")]
+            ids, found = leaders(weights, key, float(least))
+            assert ids.tolist() == wanted.tolist() and found.tolist() == scores[wanted].tolist()
 
 
 def test_penalties_follow_their_formulas() -> None:
