@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from functools import cache
 from html import escape
 from typing import Any, Final
@@ -33,9 +35,21 @@ _EXAMPLES: Final = {
 }
 
 
+_BASE: Final = b"http://127.0.0.1:8000"
+_HOST: Final = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
+_KEY: Final = (
+    "A server with a key wants <code>Authorization: Bearer KEY</code>; Messages also takes <code>x-api-key</code>. "
+    "Health, metrics and these documents need none."
+)
+
+
+def page(scheme: str = "", host: str = "") -> bytes:
+    """The page, UTF-8. Its examples call the server at `host`, as the reader's browser does, where that is a name."""
+    return _page().replace(_BASE, f"{scheme}://{host}".encode()) if scheme and _HOST.fullmatch(host) else _page()
+
+
 @cache
-def page() -> bytes:
-    """The page, UTF-8."""
+def _page() -> bytes:
     described = document()
     by_tag: dict[str, list[str]] = {}
     for path, methods in described["paths"].items():
@@ -47,7 +61,7 @@ def page() -> bytes:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title} API</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head><body>'
         f"<h1>{title}</h1><p>{escape(described['info']['description'])} The same as a machine reads it: "
-        f'<a href="openapi.json">openapi.json</a>.</p>{sections}</body></html>\n'
+        f'<a href="openapi.json">openapi.json</a>.</p><p>{_KEY}</p>{sections}</body></html>\n'
     ).encode()
 
 
@@ -57,30 +71,36 @@ def _operation(method: str, path: str, operation: dict[str, Any], described: dic
         f'<span class="about">{escape(operation["summary"])}</span></summary>'
     ]
     if operation["parameters"]:
-        rows = [(item["name"], item["in"], item.get("description", "")) for item in operation["parameters"]]
-        parts.append(_table(("Parameter", "In", "Meaning"), rows))
+        parts.append(
+            _table(("Parameter", "In", "Type", "Required", "Meaning"), map(_parameter, operation["parameters"]))
+        )
     body = operation.get("requestBody")
     if body is not None:
         schema = _resolve(next(iter(body["content"].values()))["schema"], described)
-        parts.append(_table(("Field", "Type", "Required"), _fields(schema)))
+        parts.append(_table(("Field", "Type", "Required", "Meaning"), _fields(schema)))
     if path in _EXAMPLES:
         version = "  -H 'anthropic-version: 2023-06-01' \\\n" if path.startswith("/v1/messages") else ""
-        command = f"curl http://127.0.0.1:8000{path} -H 'Content-Type: application/json' \\\n{version}  -d '"
+        command = f"curl {_BASE.decode()}{path} -H 'Content-Type: application/json' \\\n{version}  -d '"
         parts.append(f"<pre>{escape(command + _EXAMPLES[path])}'</pre>")
     rows = [(status, answer["description"], ", ".join(answer["content"])) for status, answer in _answers(operation)]
     parts.append(_table(("Status", "When", "Content"), rows))
     return "".join([*parts, "</details>"])
 
 
+def _parameter(item: dict[str, Any]) -> tuple[str, ...]:
+    required = "yes" if item["required"] else ""
+    return item["name"], item["in"], type_text(item["schema"]), required, item.get("description", "")
+
+
 def _answers(operation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return sorted(operation["responses"].items())
 
 
-def _fields(schema: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _fields(schema: dict[str, Any]) -> list[tuple[str, ...]]:
     required = set(schema.get("required", ()))
     return [
-        (name, type_text(part), "yes" if name in required else "")
-        for name, part in sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required)
+        (name, type_text(part), "yes" if name in required else "", part.get("description", ""))
+        for name, part in schema["properties"].items()
     ]
 
 
@@ -108,7 +128,7 @@ def _resolve(schema: dict[str, Any], described: dict[str, Any]) -> dict[str, Any
     return found
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]] | list[tuple[str, str, str]]) -> str:
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{lines}</table>"

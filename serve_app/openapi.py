@@ -22,6 +22,7 @@ from protocols.messages.decode import VERSIONS
 from protocols.messages.schema import CreateFields, PromptFields
 from protocols.responses.schema import ResponsesFields
 from protocols.systemone import SystemOneFields
+from serve_app.openapi_fields import described
 
 _REFERENCE: Final = "#/components/schemas/"
 _JSON: Final = "application/json"
@@ -300,7 +301,7 @@ def document() -> dict[str, Any]:
 
 
 def _operation(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
-    described: dict[str, Any] = {
+    told: dict[str, Any] = {
         "operationId": f"{operation.method.lower()}{re.sub('[^a-z0-9]+', '_', operation.path).rstrip('_')}",
         "tags": [operation.tag],
         "summary": operation.summary,
@@ -311,10 +312,10 @@ def _operation(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     if operation.request is not None:
         name = _add_schema(operation.request, operation.answer, schemas)
         content = {media: {"schema": {"$ref": _REFERENCE + name}} for media in operation.media}
-        described["requestBody"] = {"required": True, "content": content}
+        told["requestBody"] = {"required": True, "content": content}
     for status in operation.statuses:
-        described["responses"][str(status)] = _failure(operation, status)
-    return described
+        told["responses"][str(status)] = _failure(operation, status)
+    return told
 
 
 def _security(operation: Operation) -> list[dict[str, list[str]]]:
@@ -350,7 +351,9 @@ def _add_schema(model: type[BaseModel], answer: str, schemas: dict[str, Any]) ->
     schema = model.model_json_schema(ref_template=f"{_REFERENCE}{prefix}{{model}}")
     for name, part in schema.pop("$defs", {}).items():
         schemas[prefix + name] = _without_titles(part)
-    schemas[prefix] = _without_titles(schema)
+    whole = _without_titles(schema)
+    whole["properties"] = described(whole["properties"], frozenset(whole.get("required", ())))
+    schemas[prefix] = whole
     return prefix
 
 

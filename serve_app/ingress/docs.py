@@ -14,7 +14,11 @@ def routes(service: Service) -> list[Route]:
         await request.json(openapi.document())
 
     async def page(request: Request) -> None:
-        await request.answer(200, docs_page.page(), b"text/html; charset=utf-8")
+        await request.answer(
+            200,
+            docs_page.page(request.scope.get("scheme", ""), request.header(b"host") or ""),
+            b"text/html; charset=utf-8",
+        )
 
     return [
         Route("GET", "/openapi.json", document, open=True),

@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from serve_app import docs_page, openapi
-from tests.support.ingress import CHAT, World, asynchronous, call
+from serve_app import docs_page, openapi, openapi_fields
+from tests.support.ingress import CHAT, Call, World, asynchronous, call
 
 DOCUMENT = openapi.document()
 VERSION = ("anthropic-version", "2023-06-01")
@@ -55,6 +55,30 @@ def test_references_resolve_and_operation_ids_are_unique() -> None:
     assert '"title": "Max Tokens"' not in text
 
 
+def test_every_field_has_a_meaning_and_a_type() -> None:
+    for name, schema in DOCUMENT["components"]["schemas"].items():
+        if name.endswith("Request"):
+            for field, part in schema["properties"].items():
+                assert part.get("description"), (name, field)
+                assert docs_page.type_text(part) != "any", (name, field)
+    shown = {field for schema in DOCUMENT["components"]["schemas"].values() for field in schema.get("properties", ())}
+    assert set(openapi_fields.MEANINGS) <= shown, "a meaning without a field"
+
+
+@pytest.mark.parametrize("form", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])
+@asynchronous
+async def test_every_form_of_a_prompt_is_documented_and_answered(form: Any) -> None:
+    body = {"prompt": form, "max_tokens": 1, "stop": "x" if isinstance(form, str) else ["x"]}
+    operation = DOCUMENT["paths"]["/v1/completions"]["post"]
+    check(body, operation["requestBody"]["content"]["application/json"]["schema"])
+    assert (await call(World().app, "POST", "/v1/completions", body)).status == 200
+
+
+def test_required_fields_come_first_and_what_a_request_is_about() -> None:
+    fields = list(DOCUMENT["components"]["schemas"]["MessageRequest"]["properties"])
+    assert fields[:5] == ["model", "messages", "max_tokens", "system", "stream"]
+
+
 def test_schemas_are_schemas() -> None:
     for schema in DOCUMENT["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
@@ -96,6 +120,12 @@ async def test_served() -> None:
     page = await call(world.app, "GET", "/docs")
     assert page.header("content-type") == "text/html; charset=utf-8"
     assert page.body == docs_page.page()
+    assert b"curl http://127.0.0.1:8000/v1/messages " in page.body
+    here = Call(world.app, "GET", "/docs", headers=[("host", "flare.example:81")], scope={"scheme": "https"})
+    assert b"curl https://flare.example:81/v1/messages " in (await here.done()).body
+    for hostile in ("<script>", "a b", "x" * 300, ""):
+        there = Call(world.app, "GET", "/docs", headers=[("host", hostile)], scope={"scheme": "https"})
+        assert (await there.done()).body == docs_page.page()
 
 
 class Links(HTMLParser):
