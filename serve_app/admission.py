@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from protocols.errors import SlotsExhausted, Unauthorized
@@ -62,6 +62,8 @@ class Ticket:
         """Counts `count` more bytes of this request's body. Raises SlotsExhausted when the pool is full of them."""
         pool = self._pool
         if pool.held_bytes + count > pool.max_bytes and pool.held_bytes > self._bytes:
+            if self._places:
+                pool.refused()
             raise SlotsExhausted("the server is reading too many large requests; retry shortly")
         pool.held_bytes += count
         self._bytes += count
@@ -76,11 +78,14 @@ class Ticket:
 
 class IngressPool:
     """`requests` in progress before enqueue, at most `max_requests`, holding at most `max_bytes` of bodies together.
-    One request alone may always hold its whole body."""
+    One request alone may always hold its whole body. `refused` is told of each request that finds no room."""
 
-    def __init__(self, max_requests: int, max_bytes: int, *, waiting: int = 8) -> None:
+    def __init__(
+        self, max_requests: int, max_bytes: int, refused: Callable[[], None] = lambda: None, *, waiting: int = 8
+    ) -> None:
         self.max_requests = max_requests
         self.max_bytes = max_bytes
+        self.refused = refused
         self.requests = 0
         self.held_bytes = 0
         self._counts = asyncio.Semaphore(waiting)
@@ -88,6 +93,7 @@ class IngressPool:
     def enter(self) -> Ticket:
         """A place in the pool. Raises SlotsExhausted when all are taken."""
         if self.requests >= self.max_requests:
+            self.refused()
             raise SlotsExhausted(f"all {self.max_requests} request slots of this ingress are in use; retry shortly")
         self.requests += 1
         return Ticket(self)

@@ -9,6 +9,7 @@ import asyncio
 import contextvars
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from engine.types.request import GenerationRequest, PreparedPrompt
@@ -76,7 +77,8 @@ class Service:
         self.token_bytes: Any = token_bytes
         self.recorder = recorder or Recorder("ingress")
         self.keys = KeyCheck(settings.api_key)
-        self.pool = IngressPool(settings.request_pool, settings.pool_bytes)
+        refused = partial(self.recorder.add, "requests_failed_total")  # by admission, as those that find no slot
+        self.pool = IngressPool(settings.request_pool, settings.pool_bytes, refused)
         self.workers = Workers(settings.workers)
         self._identity: Identity | None = None
         self._asking: asyncio.Task[None] | None = None

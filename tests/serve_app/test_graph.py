@@ -87,6 +87,19 @@ def test_counts_add_up(graph: Graph) -> None:
     assert 14 <= after["generated_tokens_total"] - before["generated_tokens_total"] <= 16
 
 
+def test_rays_metrics_agent_shows_the_series(graph: Graph) -> None:
+    """What the Ray dashboard and Grafana read: our names behind Ray's prefix, from every process of ours."""
+    graph.post(CHAT, chat("Hi", max_tokens=3))
+    engines = ("generated_tokens_total", "requests_completed_total", "free_kv_pages", "http_slots")
+    ingresses = ("http_requests_entering", "first_response_seconds_bucket")
+
+    def shown() -> bool:
+        text = graph.ray_metrics()
+        return all(f"\nray_flare_{name}{{" in text for name in engines + ingresses)
+
+    wait_until(shown, pause=1.0)
+
+
 def test_only_ranks_load_torch(graph: Graph) -> None:
     def loads_torch(pid: int) -> bool:
         return "libtorch" in (Path("/proc") / str(pid) / "maps").read_text()

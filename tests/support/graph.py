@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,16 @@ class Graph:
         lines = self.patient("/metrics").decode().splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name.removeprefix("flare_"): float(value) for name, value in pairs}
+
+    def ray_metrics(self) -> str:
+        """What this node's metrics agent exports."""
+        (server,) = self.pids("gcs_server")
+        logs = re.search(r"--log_dir=(\S+)", command(server))
+        assert logs is not None
+        (port,) = Path(logs[1]).parent.glob("metrics_export_port_*")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port.read_text().strip()}/metrics", timeout=60.0) as answer:
+            text: str = answer.read().decode()
+        return text
 
     def pids(self, name: str) -> list[int]:
         """Processes of this graph whose command holds `name`: "RankActor", "Engine", "Ingress", "TelemetryHub"."""

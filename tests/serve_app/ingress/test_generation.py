@@ -13,7 +13,7 @@ import pytest
 
 from engine.types.events import TokenRecord, Update
 from engine.types.request import RequestError
-from protocols.errors import SlotsExhausted, Unavailable
+from protocols.errors import InvalidRequest, SlotsExhausted, Unavailable
 from serve_app.delivery import Response
 from serve_app.ingress.generation import _call_ids
 from serve_app.ingress.service import IngressSettings
@@ -50,6 +50,7 @@ async def test_a_full_pool_answers_before_the_body_is_read() -> None:
     reply = await Call(world.app, "POST", CHAT_PATH, None).done()
     assert (reply.status, reply.json["error"]["type"]) == (429, "rate_limit_error")
     assert reply.header("retry-after")
+    assert world.service.recorder.totals == {"requests_failed_total": 1}
     for request in waiting:
         request.leave()
         await request.done()
@@ -86,6 +87,7 @@ async def test_body_bytes_are_bounded_over_all_requests() -> None:
     first.send(b" " * 900)
     await settle(lambda: world.service.pool.held_bytes == 900)
     assert (await call(world.app, "POST", CHAT_PATH, chat(False, user="x" * 200))).status == 429
+    assert world.service.recorder.totals == {"requests_failed_total": 1}
     first.leave()
     await first.done()
     assert quiet(world)
@@ -139,6 +141,18 @@ async def test_refused_groups_count_as_failed_a_choice(error: Exception) -> None
     world.engine.refuse = error
     await call(world.app, "POST", CHAT_PATH, chat(False, n=3))
     assert world.service.recorder.totals == {"requests_failed_total": 3}
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("more choices than slots"), RequestError("too long")])
+@asynchronous
+async def test_what_can_never_run_has_not_failed(error: Exception) -> None:
+    """A request that is wrong is the client's: counted nowhere."""
+    world = World()
+    for broken in (b"{", chat(False, temperature="hot")):
+        assert (await call(world.app, "POST", CHAT_PATH, broken)).status == 400
+    world.engine.refuse = error
+    assert (await call(world.app, "POST", CHAT_PATH, chat(False, n=3))).status == 400
+    assert world.service.recorder.totals == {}
 
 
 # --- leaving, in every state
