@@ -92,10 +92,11 @@ def load(config: EngineConfig, manifest: Manifest, group: Collectives, device: D
         raise WeightsError(f"kv_bytes holds no page: one of {config.page_tokens} tokens takes {page_bytes} bytes")
     pool = KvPool(pages, needs, device.torch)
     attention = choose(config.attention, needs, pool)
+    read = group.sum(torch.tensor([model.weight_bytes], dtype=torch.float64, device=device.torch))
     report = RankReport(
         pages,
         page_bytes,
-        model.weight_bytes,
+        int(read.item()),
         model.vocab,
         device.torch.type,
         attention.name,

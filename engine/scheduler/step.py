@@ -115,8 +115,8 @@ class RankReport:
     """What rank 0 knows after loading.
 
     `pages`: usable pages of the per-rank pool (the padding page excluded). `page_bytes`: bytes of one page over all
-    layers of one rank. `weight_bytes`: bytes of weights that one decode step reads. `device`, `attention`, `numerics`,
-    `dtype`: the choices in force, for logs, the model card and metrics.
+    layers of one rank. `weight_bytes`: bytes of weights that one decode step reads, over all ranks. `device`,
+    `attention`, `numerics`, `dtype`: the choices in force, for logs, the model card and metrics.
     """
 
     pages: int

@@ -38,7 +38,7 @@ def _rank(
         for model in models:
             runner = Runner(engine_config(**changes), model, group)
             ids, logits = generate(Driver(runner))
-            out.send((ids, logits.numpy(), runner.report.pages))
+            out.send((ids, logits.numpy(), runner.report))
     finally:
         group.close()
         out.close()
@@ -75,10 +75,13 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
         alone = Driver.load(model)
         ids, logits = generate(alone)
         for rank in (0, 1):
-            other_ids, other_logits, pages = found[rank][index]
+            other_ids, other_logits, report = found[rank][index]
             assert other_ids == ids
             assert torch.allclose(torch.from_numpy(other_logits), logits, rtol=0, atol=1e-5)
-            assert pages > alone.runner.report.pages  # each holds one of the two key/value heads
+            assert report.pages > alone.runner.report.pages  # each holds one of the two key/value heads
+            assert report.weight_bytes == alone.runner.report.weight_bytes, (
+                "what the model reads, on however many ranks"
+            )
 
 
 def test_four_ranks_repeat_two_key_heads(tmp_path: Path) -> None:
