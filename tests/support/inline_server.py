@@ -205,11 +205,13 @@ class Site:
     def together(
         self, requests: Sequence[tuple[str, Mapping[str, Any]]], headers: Sequence[tuple[str, str]] = ()
     ) -> list[Reply]:
-        """The replies to posts of (path, body), in order; as many at a time as a small engine runs at once."""
+        """The replies to posts of (path, body), in order; as many at a time as a small engine runs at once. A path may
+        have a query."""
 
         async def one(places: asyncio.Semaphore, path: str, body: Mapping[str, Any]) -> Reply:
+            path, _, query = path.partition("?")
             async with places:
-                return await Call(self.app, "POST", path, json.dumps(body).encode(), headers).done()
+                return await Call(self.app, "POST", path, json.dumps(body).encode(), headers, query=query).done()
 
         async def all_of() -> list[Reply]:
             places = asyncio.Semaphore(SMALL["max_requests"])
