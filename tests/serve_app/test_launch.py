@@ -12,7 +12,7 @@ import yaml
 
 from serve_app.__main__ import StartFailed, cause, check_port, main
 from serve_app.ingress.families import FAMILIES, PREFIXES
-from serve_app.settings import SettingsError
+from serve_app.settings import Settings, SettingsError
 from tests.support.graph import ROOT
 
 
@@ -38,6 +38,25 @@ def test_an_unknown_setting(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_word_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["port"]) == 2
     assert "key=value" in capsys.readouterr().err
+
+
+def test_the_key_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, config = tmp_path / "key", tmp_path / "flare.toml"
+    config.write_text('[server]\napi_key = "old"\n')
+    keys: list[str] = []
+
+    def run(settings: Settings, began: float) -> int:
+        keys.append(settings.server.api_key)
+        return 0
+
+    monkeypatch.setattr("serve_app.__main__._run", run)
+    monkeypatch.setattr("serve_app.__main__.check_port", lambda host, port: None)
+    monkeypatch.setattr("serve_app.__main__.supervised", lambda work: work())
+    for content in ("new\n", ""):
+        key.write_text(content)
+        assert main(["--api-key-file", str(key), f"config={config}"]) == 0
+    assert main([f"config={config}"]) == 0
+    assert keys == ["new", "", "old"]
 
 
 def test_a_missing_model() -> None:

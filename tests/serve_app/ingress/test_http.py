@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import brotli
@@ -16,7 +17,7 @@ import zstandard
 from engine.types.request import RequestError
 from protocols.errors import ExecutionFailed, OutputInvalid, ProtocolError, SlotsExhausted, Unavailable
 from serve_app.ingress.service import IngressSettings
-from tests.support.ingress import CHAT, Call, Reply, World, asynchronous, call
+from tests.support.ingress import CHAT, FACTS, Call, Reply, World, asynchronous, call
 
 VERSION = ("anthropic-version", "2023-06-01")
 OPENAI = [
@@ -63,6 +64,27 @@ async def test_every_route_answers_buffered_and_streamed(path: str, body: dict[s
     assert streamed.status == 200
     assert all(generation.outcomes == ("completed",) for generation in world.engine.generations)
     assert world.service.pool.requests == 0
+
+
+def models(value: Any) -> list[str]:
+    """Every model that an object names, however deep."""
+    if isinstance(value, dict):
+        return [found for key, part in value.items() for found in ([part] if key == "model" else models(part))]
+    return [found for part in value for found in models(part)] if isinstance(value, list) else []
+
+
+@generation_routes
+@asynchronous
+async def test_every_object_names_the_loaded_model(path: str, body: dict[str, Any]) -> None:
+    world = World(facts=replace(FACTS, aliases=("", "house", "other")))
+    body = {**body, "model": "gpt-9"}
+    assert models((await post(world, path, body)).json) == ["house"]
+    stream = await post(world, path, {**body, "stream": True})
+    lines = [line for frame in stream.frames for line in frame.split("\n") if line.startswith("data: {")]
+    named = [models(orjson.loads(line[6:])) for line in lines]
+    assert {name for names in named for name in names} == {"house"}
+    if path in ("/v1/chat/completions", "/v1/completions"):
+        assert named == [["house"]] * len(lines), "every chunk"
 
 
 @generation_routes
@@ -348,6 +370,13 @@ async def test_health_and_metrics_are_open(path: str) -> None:
     world = World(settings=KEY)
     assert (await call(world.app, "GET", path)).status == 200
     assert (await call(world.app, "GET", path, b"", [BAD])).status == 200
+
+
+@post_routes
+@asynchronous
+async def test_without_a_key_any_is_taken(path: str) -> None:
+    for headers in ([], [("authorization", "Bearer any")], [("x-api-key", "any")], [("authorization", "nonsense")]):
+        assert (await post(World(), path, b"{}", *headers)).status == 400, "the body is what is wrong"
 
 
 @asynchronous
