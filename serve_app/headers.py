@@ -1,8 +1,9 @@
-"""What of a client's headers gets past the server's edge: request ids, and nothing that Ray Serve would obey.
+"""What of a client's words gets past the server's edge: request ids, and nothing that Ray Serve obeys or keeps.
 
 Serve repeats any `x-request-id` in its response, at any length, and obeys headers of its own (a timeout that answers in
-plain text, no watch for disconnects, sessions, multiplexed models), which would break what the API promises. The
-middleware stands in front of Serve, which calls `middlewares` where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it.
+plain text, no watch for disconnects, sessions, multiplexed models), which would break what the API promises; and its
+metrics remember every method that ever came. The middleware stands in front of Serve, which calls `middlewares` where
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ Application = Callable[[Scope, Any, Any], Awaitable[None]]
 IMPORT_PATH: Final = "serve_app.headers:middlewares"
 MAX_REQUEST_ID: Final = 128
 REQUEST_ID: Final = b"x-request-id"
+METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"))
+OTHER_METHOD: Final = "UNKNOWN"
 _OBEYED: Final = frozenset(
     (
         b"x-request-timeout-seconds",
@@ -55,6 +58,8 @@ class HeaderGuard:
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if "headers" in scope:
             scope = {**scope, "headers": cleaned(scope["headers"])}
+            if scope.get("method", "GET") not in METHODS:
+                scope["method"] = OTHER_METHOD
         await self._app(scope, receive, send)
 
 

@@ -37,16 +37,33 @@ def test_one_id_and_none_of_serves_headers_is_left() -> None:
     assert cleaned(given) == [(b"host", b"x"), (b"authorization", b"Bearer \xe9"), (b"x-request-id", b"one")]
 
 
-def test_the_middleware_changes_nothing_else() -> None:
+def passed(scope: dict[str, Any]) -> dict[str, Any]:
+    """What the application behind the middleware is called with."""
     seen: list[Any] = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append((scope, receive, send))
+    async def app(*given: Any) -> None:
+        seen.extend(given)
 
     (middleware,) = middlewares()
     guard = middleware.cls(app)
     assert isinstance(guard, HeaderGuard)
-    given = {"type": "http", "path": "/x", "headers": [(b"x-request-id", b"mine")]}
-    asyncio.run(guard(given, 1, 2))
-    asyncio.run(guard({"type": "lifespan"}, 1, 2))
-    assert seen == [(given, 1, 2), ({"type": "lifespan"}, 1, 2)]
+    asyncio.run(guard(scope, 1, 2))
+    assert seen[1:] == [1, 2]
+    return dict(seen[0])
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        {"type": "http", "method": "POST", "path": "/x", "headers": [(b"x-request-id", b"mine")]},
+        {"type": "websocket", "path": "/x", "headers": [(b"x-request-id", b"mine")]},
+        {"type": "lifespan"},
+    ],
+)
+def test_the_middleware_changes_nothing_else(scope: dict[str, Any]) -> None:
+    assert passed(scope) == scope
+
+
+def test_no_two_unknown_methods_are_told_apart() -> None:
+    methods = {passed({"type": "http", "method": name, "headers": []})["method"] for name in ("BREW", "get", "X" * 99)}
+    assert methods == {"UNKNOWN"}
