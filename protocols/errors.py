@@ -2,7 +2,8 @@
 
 ProtocolError
 ├── InvalidRequest        400  invalid_request_error
-│   └── ContextExceeded   400  code context_length_exceeded
+│   ├── ContextExceeded   400  code context_length_exceeded
+│   └── ThreadUnsupported 400  Messages: details.error_code thread_unsupported_request
 ├── Unauthorized          401  authentication_error
 ├── NotFound              404  invalid_request_error (OpenAI), not_found_error (Messages)
 ├── MethodNotAllowed      405
@@ -49,6 +50,13 @@ class InvalidRequest(ProtocolError):
 
 class ContextExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class ThreadUnsupported(InvalidRequest):
+    """A Messages request asks for history that the server holds. The Anthropic SDK finds the code in `details` and then
+    sends the whole conversation."""
+
+    code = "thread_unsupported_request"
 
 
 class Unauthorized(ProtocolError):
@@ -131,7 +139,10 @@ def body(error: ProtocolError, family: Family) -> dict[str, Any]:
     if family == "systemone" and isinstance(error, SchemaInvalid):
         return {"detail": error.detail}
     if family == "messages":
-        return {"type": "error", "error": {"type": _messages_type(error), "message": error.message}}
+        told: dict[str, Any] = {"type": _messages_type(error), "message": error.message}
+        if isinstance(error, ThreadUnsupported):
+            told["details"] = {"error_code": error.code}
+        return {"type": "error", "error": told}
     return {"error": {"type": error.type, "message": error.message, "param": None, "code": error.code}}
 
 

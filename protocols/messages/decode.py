@@ -12,6 +12,7 @@ from typing import Any, Final
 from engine.types.constraint import Constraint
 from engine.types.conversation import Conversation, ToolCall, ToolChoice
 from engine.types.request import GenerationRequest, ReasoningOptions, TemplateOptions
+from protocols.errors import ThreadUnsupported
 from protocols.fields import INT32_MAX, Decoded, DecodeLimits, read, refuse, refuse_effort_score, refuse_unsupported
 from protocols.messages.history import History, check_context
 from protocols.messages.schema import CreateFields, PromptFields, ToolChoiceField
@@ -30,7 +31,7 @@ _REFUSED: Final = (
     "logprob_token_ids",
     "prompt_logprobs",
 )
-_HOSTED: Final[Mapping[str, tuple[object, ...]]] = {"mcp_servers": ([],), "container": ()}
+_HOSTED: Final[Mapping[str, tuple[object, ...]]] = {"mcp_servers": ([],), "container": (), "compaction": ()}
 
 
 def check_version(version: str | None) -> None:
@@ -55,6 +56,8 @@ def _request(fields: PromptFields, body: Mapping[str, Any], limits: DecodeLimits
     for name in _REFUSED:
         if body.get(name) is not None:
             raise refuse(name, "is not supported on Messages")
+    if body.get("thread") is not None:
+        raise ThreadUnsupported("thread: history is not stored: send the whole conversation", field="thread")
     refuse_unsupported(body, _HOSTED)
     refuse_effort_score(body, "output_config.effort")
     if fields.context_management is not None:

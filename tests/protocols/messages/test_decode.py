@@ -494,6 +494,9 @@ def test_a_disabled_budget_means_nothing() -> None:
         ("logprob_token_ids", [1]),
         ("prompt_logprobs", 0),
         ("mcp_servers", [{"type": "url"}]),
+        ("compaction", {"type": "summarize"}),
+        ("thread", {"type": "create"}),
+        ("thread", {"type": "continue", "previous_message_id": "msg_1"}),
         ("logit_bias", {"5": 1}),
     ],
 )
