@@ -150,10 +150,11 @@ class Startup:
         return Grammars(self.model.tokenizer_json, manifest.vocab_size, tuple(manifest.eos_ids), workers=workers)
 
     def lowering(self, *, warm: bool = False) -> Lowering:
-        """`warm`: prepares for constraints in the background. Raises SettingsError when a setting can't be kept with
-        this model."""
+        """`warm`: reads the tokenizer now, not under the first request, and prepares for constraints in the background.
+        Raises SettingsError when a setting can't be kept with this model."""
         if warm:
             self.grammars.warm()
+            self.model.tokenizer.encode("", specials=True)
         try:
             return Lowering(self.model, self.serving_limits, self.grammars.check)
         except ValueError as error:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.text import tokenizer
 from protocols.chat.decode import decode
 from protocols.errors import InvalidRequest
 from serve_app.discovery import digest, model_card, ollama_show
@@ -98,3 +99,16 @@ def test_nothing_of_keys_and_paths_is_advertised(sources: Sources) -> None:
     startup = changed(sources["generic"], api_key="sk-secret")
     shown = repr(model_card(startup.facts, "i", 1)) + repr(ollama_show(startup.facts))
     assert "sk-secret" not in shown and "/" not in shown.replace("org/", "")
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_warm_lowering_has_read_the_tokenizer(sources: Sources, warm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the first request doesn't wait for it."""
+    startup = start(sources["generic"].settings, hub="test")
+    startup.lowering(warm=warm)
+    monkeypatch.setattr(tokenizer, "LibraryTokenizer", None)
+    if warm:
+        assert startup.model.tokenizer.encode("hi", specials=True)
+        return
+    with pytest.raises(AttributeError):
+        startup.model.tokenizer.encode("hi", specials=True)
