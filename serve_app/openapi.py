@@ -84,7 +84,7 @@ _FORMAT: Final = {
     "schema": {"enum": ["json", "prometheus"]},
     "description": "Selects the view regardless of Accept.",
 }
-_IMAGES: Final = _header("TypeSafe-Danger-Zone-Images", {"enum": ["true"]}, "Required with image assets.")
+_IMAGES: Final = _header("TypeSafe-Danger-Zone-Images", _STRING, "true: needed with image assets.")
 
 
 class ShowFields(BaseModel):
@@ -352,7 +352,7 @@ def _add_schema(model: type[BaseModel], answer: str, schemas: dict[str, Any]) ->
     for name, part in schema.pop("$defs", {}).items():
         schemas[prefix + name] = _without_titles(part)
     whole = _without_titles(schema)
-    whole["properties"] = described(whole["properties"], frozenset(whole.get("required", ())))
+    whole["properties"] = described(answer, whole["properties"], frozenset(whole.get("required", ())))
     schemas[prefix] = whole
     return prefix
 

@@ -11,6 +11,26 @@ from typing import Any, Final
 
 _IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
+_STRING: Final = {"type": "string"}
+_OPTIONAL: Final = {"anyOf": [_STRING, {"type": "null"}]}
+
+
+def _question(kind: str, field: str = "", most: int = 0, **entry: Any) -> dict[str, Any]:
+    """A question of Decisions; `entry` are the properties of one entry of `field`, of which there are 2 to `most`."""
+    properties: dict[str, Any] = {"type": {"const": kind}, "name": _STRING, "instructions": _STRING}
+    if field:
+        item = {"type": "object", "required": [next(iter(entry))], "additionalProperties": False}
+        item["properties"] = {**entry, "description": _OPTIONAL}
+        properties[field] = {"type": "array", "minItems": 2, "maxItems": most, "items": item}
+    required = ["type", "instructions", *([field] if field else ())]
+    return {"type": "object", "required": required, "additionalProperties": False, "properties": properties}
+
+
+def _messages(*roles: str) -> dict[str, Any]:
+    message = {"type": "object", "required": ["role"], "properties": {"role": {"enum": list(roles)}, "content": {}}}
+    return {"type": "array", "minItems": 1, "items": message}
+
+
 SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "stop": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
     "prompt": {
@@ -25,6 +45,24 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "reasoning_effort": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
 }
 """Fields that their schema leaves open, since the decoder tells their forms apart and says what is wrong."""
+
+SHAPES_OF: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
+    ("ChatCompletion", "messages"): _messages("system", "developer", "user", "assistant", "tool"),
+    ("DecisionsAnswer", "input"): {"anyOf": [_STRING, _messages("user")]},
+    ("DecisionsAnswer", "questions"): {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": 64,
+        "items": {
+            "anyOf": [
+                _question("predicate"),
+                _question("choice", "choices", 128, value={"type": ["string", "boolean"]}),
+                _question("score", "levels", 10, label=_STRING),
+            ]
+        },
+    },
+}
+"""The same of one route, by the name of its answer."""
 
 MEANINGS: Final[Mapping[str, str]] = {
     "model": "Any name: the loaded model answers. Discovery takes its identifier and its aliases.",
@@ -101,15 +139,16 @@ MEANINGS: Final[Mapping[str, str]] = {
 """Field → its meaning, the same on every route that has it."""
 
 
-def described(properties: Mapping[str, Any], required: frozenset[str]) -> dict[str, Any]:
-    """The properties of a request in the order of MEANINGS, required ones first, with their meanings and shapes."""
+def described(answer: str, properties: Mapping[str, Any], required: frozenset[str]) -> dict[str, Any]:
+    """The properties of the request for `answer` in the order of MEANINGS, required ones first, with their meanings
+    and shapes."""
     order = {name: place for place, name in enumerate(MEANINGS)}
     names = sorted(properties, key=lambda name: (name not in required, order.get(name, len(order))))
-    return {name: {**_shape(name, properties[name]), **_meaning(name)} for name in names}
+    return {name: {**_shape(answer, name, properties[name]), **_meaning(name)} for name in names}
 
 
-def _shape(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    shape = SHAPES.get(name)
+def _shape(answer: str, name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    shape = SHAPES_OF.get((answer, name), SHAPES.get(name))
     return schema if shape is None else {**shape, **({"default": None} if "default" in schema else {})}
 
 

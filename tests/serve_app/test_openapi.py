@@ -74,6 +74,54 @@ async def test_every_form_of_a_prompt_is_documented_and_answered(form: Any) -> N
     assert (await call(World().app, "POST", "/v1/completions", body)).status == 200
 
 
+DECISIONS: list[tuple[dict[str, Any], bool]] = [
+    ({"type": "predicate", "instructions": "?"}, True),
+    ({"type": "predicate", "instructions": "?", "name": "a"}, True),
+    ({"type": "predicate", "instructions": "?", "name": None}, False),
+    ({"type": "predicate"}, False),
+    ({"type": "choice", "instructions": "?", "choices": [{"value": "a"}, {"value": True, "description": "b"}]}, True),
+    ({"type": "choice", "instructions": "?", "choices": [{"value": "a"}]}, False),
+    ({"type": "choice", "instructions": "?", "choices": [{"value": "a"}, {"value": 1}]}, False),
+    ({"type": "score", "instructions": "?", "levels": [{"label": "a"}, {"label": "b", "description": None}]}, True),
+    ({"type": "score", "instructions": "?", "levels": [{"label": "a"}] * 11}, False),
+    ({"type": "score", "instructions": "?", "levels": [{"label": "a", "more": 1}, {"label": "b"}]}, False),
+    ({"type": "box", "instructions": "?"}, False),
+]
+
+
+@pytest.mark.parametrize(("question", "valid"), DECISIONS)
+@asynchronous
+async def test_questions_are_documented_as_they_are_read(question: dict[str, Any], valid: bool) -> None:
+    await agree("/v1/decisions", {**REQUESTS["/v1/decisions"], "questions": [question]}, valid)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "valid"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "developer", "content": "a"}]}, True),
+        ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "a"}]}, False),
+        ("/v1/chat/completions", {"messages": []}, False),
+        ("/v1/chat/completions", {"stop": 1}, False),
+        ("/v1/decisions", {"input": [{"role": "user", "content": "a"}]}, True),
+        ("/v1/decisions", {"input": [{"role": "system", "content": "a"}]}, False),
+        ("/v1/decisions", {"input": 1}, False),
+        ("/v1/completions", {"prompt": {"a": 1}}, False),
+        ("/v1/responses", {"input": 1}, False),
+    ],
+)
+@asynchronous
+async def test_open_forms_are_documented_as_they_are_read(path: str, change: dict[str, Any], valid: bool) -> None:
+    await agree(path, {**REQUESTS[path], **change}, valid)
+
+
+async def agree(path: str, body: dict[str, Any], valid: bool) -> None:
+    """The document and the server both take `body`, or neither does."""
+    schema = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    found = jsonschema.Draft202012Validator({**schema, "components": DOCUMENT["components"]}).is_valid(body)
+    reply = await call(World().app, "POST", path, body, [VERSION])
+    assert (found, reply.status) == (valid, 200 if valid else 400), reply.body
+
+
 def test_required_fields_come_first_and_what_a_request_is_about() -> None:
     fields = list(DOCUMENT["components"]["schemas"]["MessageRequest"]["properties"])
     assert fields[:5] == ["model", "messages", "max_tokens", "system", "stream"]
