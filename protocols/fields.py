@@ -128,7 +128,7 @@ _PLAIN: Final[Mapping[str, str]] = {
     "string_too_short": "must have at least {min_length} characters",
     "literal_error": "must be one of {expected}",
     "union_tag_not_found": "must be an object of a supported type",
-    "union_tag_invalid": "is of an unsupported type",
+    "union_tag_invalid": "is of the unsupported type {tag:.60}",
     "extra_forbidden": "is not a known field",
 }
 

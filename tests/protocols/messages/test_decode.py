@@ -291,6 +291,12 @@ def test_blocks_stand_only_in_their_role(role: str, block: Any) -> None:
     refused("messages[0].content[0]", {"role": role, "content": [block]}, "Hi")
 
 
+@pytest.mark.parametrize("kind", ["document", "search_result", "server_tool_use", "compaction"])
+def test_blocks_of_other_kinds_are_named(kind: str) -> None:
+    error = refused("messages[0].content[0]", {"role": "user", "content": [{"type": kind}]})
+    assert kind in error.message
+
+
 def test_only_system_text_is_no_conversation() -> None:
     refused("messages", {"role": "system", "content": "Be brief."})
 
