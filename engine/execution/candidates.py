@@ -33,6 +33,9 @@ FEW_BLOCKS = 16
 REACH = 41.0
 """Noise spans 2^-53 … 36.8, so a weight below e^-41 of the greatest can't win."""
 
+UNDERFLOW = 105.0
+"""exp of minus this is zero in float32."""
+
 EXPECTED = 8
 """How many ids of a race are looked at, on average, before it is widened: the best score is hardly ever lower than the
 eighth part of the mass."""
@@ -84,6 +87,9 @@ def _bounds(part: Part) -> tuple[Tensor, Tensor]:
     need = torch.where(by_k, part.rows.top_k, min(FIRST_LOOK, blocks))
     ranked = part.maxima.topk(int(need.max()), dim=1).values
     guess = ranked.gather(1, need[:, None] - 1)[:, 0]
+    # Under a mask there may be fewer finite maxima: then all ids whose float32 weight isn't zero.
+    weightless = part.peak - UNDERFLOW * part.rows.temperature - part.peak.abs() * 1e-6
+    guess = torch.where(torch.isneginf(guess), weightless, guess)
     no_count = (part.rows.top_p >= 1) & (part.rows.top_k >= width)
     reach = (-part.rows.min_p.log()).clamp(max=REACH) * 1.0001 + 0.0001
     floor = part.peak - reach * part.rows.temperature - part.peak.abs() * 1e-6

@@ -229,6 +229,22 @@ def test_masks_forbid_ids_also_beyond_their_words() -> None:
     assert sample(logits, rows_of(params, vocab), mask).ids.tolist() == [69, 33, 69]
 
 
+@pytest.mark.parametrize("allowed", [1, 3, 40, 300, 20_000])
+def test_masks_leave_what_a_full_sort_of_the_allowed_ids_would(allowed: int) -> None:
+    vocab = 40_000
+    generator = torch.Generator().manual_seed(allowed)
+    logits = torch.randn(len(FILTERS), vocab, generator=generator) * 6 - 3
+    open_to = torch.randperm(vocab, generator=generator)[:allowed]
+    bits = np.zeros(vocab, np.uint8)
+    bits[open_to.numpy()] = 1
+    words = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+    mask = Mask(torch.arange(len(FILTERS)), words.repeat(len(FILTERS), 1))
+    masked = torch.full_like(logits, -torch.inf)
+    masked[:, open_to] = logits[:, open_to]
+    wanted = [expected(masked[row], sampling, row) for row, sampling in enumerate(FILTERS)]
+    assert sample(logits, rows_of(FILTERS, vocab), mask).ids.tolist() == wanted
+
+
 def test_banned_ids_wait_for_their_position() -> None:
     state = SamplingState(1, 4)
     state.bind(SlotSetup(0, replace(NEUTRAL, top_k=1), 0, 0, banned_until=10, banned_ids=(2, 3)))
