@@ -55,7 +55,7 @@ def resolve(recipe: Recipe, asked: ReasoningOptions, kwargs: Mapping[str, Any], 
         level = nearest(effort, recipe.efforts)
     else:
         level = _number(recipe, effort, api)
-    if enabled is False:
+    if enabled is False and (recipe.reasoning is None or recipe.reasoning.can_disable):
         level = None
     return Thinking(enabled, level)
 

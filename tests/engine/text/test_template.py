@@ -606,3 +606,18 @@ def test_kimi_prompts() -> None:
         '<|open|>message role="tool" tool="z" index="2"<|sep|>late<|close|>message<|sep|><|end_of_msg|>'
         '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'
     )
+
+
+@pytest.mark.parametrize("recipe", ["kimi3", "kimi31"])
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_kimi_thinks_whatever_it_is_told(recipe: str, switch: str) -> None:
+    conversation = Conversation((user("q"), assistant(Reasoning("past"), Text("a")), user("r")))
+    for effort in (None, "low", "high", "max"):
+        asked = ReasoningOptions(effort=effort)
+        default = text_of(render(recipe, conversation, reasoning=asked))
+        off = TemplateOptions(kwargs={switch: False})
+        assert text_of(render(recipe, conversation, reasoning=asked, template=off)) == default
+        assert text_of(render(recipe, conversation, reasoning=replace(asked, enabled=False))) == default
+        assert f'type="thinking-effort"<|sep|>{effort or "max"}<|close|>' in default
+        assert "<|open|>think<|sep|>past<|close|>" in default
+        assert render(recipe, conversation, reasoning=asked, template=off).opening == "reasoning"
