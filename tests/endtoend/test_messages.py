@@ -17,12 +17,22 @@ CLOSE = token("</think>")
 HINT: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
 READ: dict[str, Any] = {"name": "Read", "description": "Reads", "input_schema": {"type": "object", "properties": {}}}
 FETCH: dict[str, Any] = {**READ, "name": "Fetch", "description": "Fetches", "defer_loading": True}
+READS = (
+    token("<tool_call>"),
+    "\n<function=Read>\n<parameter=path>\na.txt\n</parameter>\n</function>\n",
+    token("</tool_call>"),
+    "\n",
+    token("<tool_call>"),
+    "\n<function=Read>\n<parameter=path>\nb.txt\n</parameter>\n</function>\n",
+    token("</tool_call>"),
+)
 TURNS = (
     turn("Hm.\n", CLOSE, "\n\nYes sir."),
     turn(times(40, " so"), CLOSE, "\n\nYes.", when="Think long."),
     turn(" so", " so", " so", " so", CLOSE, "\n\nYes.", when="It is"),
     turn(" capital is Paris.", when="The"),
     turn("Hm.\n", CLOSE, "\n\nOne. END Two.", when="Count."),
+    turn("Hm.\n", CLOSE, "\n\nI read.\n\n", *READS, when="Read both."),
 )
 
 
@@ -165,6 +175,20 @@ def test_efforts_are_levels_of_the_template(site: Site) -> None:
 
 
 # Histories
+
+
+def test_a_replayed_answer_is_reused_token_by_token(site: Site) -> None:
+    """Thinking, text and parallel calls come back as the tokens that the model generated; results in any order."""
+    first = message(site, "Read both.", tools=[READ])
+    calls = [block["id"] for block in first["content"] if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": id, "content": f"file {id}"} for id in reversed(calls)]
+    answered = {"role": "assistant", "content": first["content"]}
+    usage = message(site, "Read both.", answered, {"role": "user", "content": results}, tools=[READ])["usage"]
+    text = prompt(site)
+    assert text.index(f"file {calls[0]}") < text.index(f"file {calls[1]}")
+    before = first["usage"]
+    whole = before["input_tokens"] + before["cache_read_input_tokens"] + before["output_tokens"]
+    assert usage["cache_read_input_tokens"] == whole
 
 
 def test_a_prefill_is_continued(site: Site) -> None:

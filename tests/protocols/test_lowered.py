@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from engine.recipes.catalog import RECIPES
 from engine.text.lowering import Lowering, ServingLimits
 from engine.types.request import RequestError
+from protocols.chat.decode import decode as chat
 from protocols.errors import InvalidRequest
 from protocols.fields import Decoded, DecodeLimits
 from protocols.messages.decode import decode as messages
@@ -18,6 +20,7 @@ from protocols.messages.decode import decode_count
 from protocols.responses.decode import decode as responses
 from tests.support import captures
 from tests.support.byte_model import CHATML, ByteModel, smollm2
+from tests.support.outputs import CONTROL
 
 LIMITS = DecodeLimits(vocab_size=300)
 HINT: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
@@ -71,24 +74,27 @@ def test_an_attribution_that_changes_leaves_the_prompt(lowering: Lowering) -> No
     assert ids(lowering, messages, body("1")) == ids(lowering, messages, body("2"))
 
 
-@pytest.mark.parametrize(
-    ("decoder", "first", "second"),
-    [
-        (messages, "claude-code-2.1.332_messages_turn1", "claude-code-2.1.332_messages_turn2_tool_result"),
-        (messages, "claude-code-2.1.332_bare_messages_turn1", "claude-code-2.1.332_bare_messages_turn2_tool_result"),
-        (
-            responses,
-            "codex-0.171.0_responses_turn1_catalog_apply_patch",
-            "codex-0.171.0_responses_turn2_custom_tool_call_output",
-        ),
-    ],
+TURNS: tuple[tuple[Decoder, str, str], ...] = (
+    (messages, "claude-code-2.1.332_messages_turn1", "claude-code-2.1.332_messages_turn2_tool_result"),
+    (messages, "claude-code-2.1.332_bare_messages_turn1", "claude-code-2.1.332_bare_messages_turn2_tool_result"),
+    (
+        responses,
+        "codex-0.171.0_responses_turn1_catalog_apply_patch",
+        "codex-0.171.0_responses_turn2_custom_tool_call_output",
+    ),
+    (chat, "opencode-1.18.33_chat_turn1", "opencode-1.18.33_chat_turn2_tool_result"),
 )
-def test_a_second_turn_can_reuse_95_percent_of_the_first(
-    lowering: Lowering, decoder: Decoder, first: str, second: str
-) -> None:
-    one, two = (ids(lowering, decoder, captures.body(name)) for name in (first, second))
-    common = next((at for at, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), len(one))
-    assert common >= 0.95 * len(one)
+
+
+@pytest.mark.parametrize("recipe", sorted(recipe for recipe in RECIPES if RECIPES[recipe].template))
+def test_a_second_turn_extends_the_first_with_every_template(recipe: str) -> None:
+    """So all that the first turn computed can be reused."""
+    control = tuple(dict.fromkeys((*CHATML, *RECIPES[recipe].stop_tokens, *chain(*CONTROL.values()))))
+    model = ByteModel(RECIPES[recipe], control, bos=control[0], eos=RECIPES[recipe].stop_tokens[:1])
+    lowering = Lowering(model, ServingLimits(context=CONTEXT), lambda constraint: None)
+    for decoder, first, second in TURNS:
+        one, two = (ids(lowering, decoder, captures.trimmed(captures.body(name))) for name in (first, second))
+        assert two[: len(one)] == one and len(two) > len(one), first
 
 
 @pytest.mark.parametrize("name", captures.names("/v1/messages"))
