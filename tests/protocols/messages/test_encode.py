@@ -10,6 +10,7 @@ import anthropic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from engine.types.conversation import Conversation
 from engine.types.events import FirstToken, SemanticEvent
@@ -128,6 +129,16 @@ def test_the_sdk_accumulates_every_scenario(name: str) -> None:
     assert got == wanted
     assert expected["usage"].items() >= USAGE_JSON.items()
     assert dict(final["usage"]).items() >= USAGE_JSON.items()  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", SUCCEEDED)
+def test_every_event_is_of_a_type_that_the_sdk_declares(name: str) -> None:
+    """The accumulator forgives missing keys; the declared types don't."""
+    declared: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
+    encoder, frames = run(SCENARIOS[name].events)
+    for _, data in events(frames):
+        declared.validate_python(data)
+    anthropic.types.Message.model_validate(encoder.result())
 
 
 @pytest.mark.parametrize("name", FAILED)
