@@ -137,6 +137,9 @@ class RankActors:
     def receive(self, timeout: float) -> StepResult:
         return self._linked.receive(timeout)
 
+    def check(self) -> None:
+        self._linked.check()
+
     def close(self) -> None:
         """Kills every rank: a survivor of a dead peer is stuck in its collective and would never read its link."""
         if self._ranks is not None:

@@ -42,6 +42,9 @@ DEPTH = 2
 INTERVAL = 0.2
 """Seconds after which a cancel is heard while a step runs."""
 
+IDLE_SECONDS = 1.0
+"""Seconds after which ranks that have nothing to do are looked after."""
+
 State = Literal["running", "rebuilding", "down", "closed"]
 Refusal = Literal["full", "paused", "down"]
 OnStep = Callable[[list[tuple[str, list[Update]]]], None]
@@ -276,13 +279,19 @@ class Engine:
             self._down(f"the scheduler failed: {type(error).__name__}: {error}")
 
     def _rest(self) -> None:
-        """Sleeps until another thread has something."""
+        """Sleeps until another thread has something, looking after the ranks now and then: one that dies while nothing
+        runs is replaced before the next request comes."""
         with self._lock:
             self._resting = True
             self._lock.notify_all()
-            self._lock.wait_for(lambda: self._inbox or self._poked or self._state == "closed")
+            woken = self._lock.wait_for(lambda: self._inbox or self._poked or self._state == "closed", IDLE_SECONDS)
             self._poked = self._resting = False
         self._progress = time.monotonic()
+        if not woken and self._state == "running":
+            try:
+                self._ranks.check()
+            except RankGroupFailed as error:
+                self._replace_ranks(error)
 
     def _fill(self) -> None:
         scheduler = self._scheduler

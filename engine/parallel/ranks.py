@@ -36,6 +36,10 @@ class RankGroup(Protocol):
         """The oldest unread result; blocks. Raises RankGroupFailed, or TimeoutError."""
         ...
 
+    def check(self) -> None:
+        """While no step is in flight: raises RankGroupFailed when a rank is gone. Doesn't block."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -124,6 +128,10 @@ class InlineRanks:
         if not isinstance(message, StepResult):
             raise RankGroupFailed(f"the rank sent {type(message).__name__} instead of a result")
         return message
+
+    def check(self) -> None:
+        if not self._thread.is_alive():
+            self.receive(0.0)
 
     def close(self) -> None:
         """Ends the rank after its current step. A hung rank is left behind: a thread can't be killed."""

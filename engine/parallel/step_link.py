@@ -309,6 +309,10 @@ class LinkedRanks:
             raise RankGroupFailed(f"rank 0 sent {type(result).__name__} instead of a result")
         return result
 
+    def check(self) -> None:
+        """Raises RankGroupFailed when a rank has closed its link."""
+        self._wait(0.0)
+
     def close(self) -> None:
         """Closes the links; the ranks end at the end of their stream."""
         self._selector.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+import engine.engine
 from engine.engine import Engine, QueueFull
 from engine.parallel.ranks import RankGroupFailed
 from engine.scheduler.step import LateInputs, SampledRow, Step, StepResult
@@ -43,6 +45,28 @@ def test_every_stream_goes_on_after_the_ranks_are_lost(how: str, step: int) -> N
     assert rig.engine.health().state == "running"
     assert all(rig.cached("a", child) == 0 for child in range(1)), "recomputation is no reuse"
     rig.check_returned()
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_replaced_before_the_next_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine.engine, "IDLE_SECONDS", 0.01)
+    rig = Rig()
+    rig.engine.start()
+    try:
+        rig.ranks.gone.set()
+        while rig.engine.stats().rebuilds == 0:
+            time.sleep(0.005)
+        assert rig.groups[0].closed
+        while rig.engine.health().state != "running":
+            time.sleep(0.005)
+        rig.submit("a", PROMPTS[0])
+        while not rig.news["a"] or rig.ended("a") is None:
+            time.sleep(0.005)
+        rig.check("a", PROMPTS[0])
+    finally:
+        rig.engine.close()
+    assert rig.engine.stats().rebuilds == 1
 
 
 def test_scores_are_not_repeated_after_a_loss() -> None:

@@ -8,6 +8,7 @@ preemption changes the tokens. `alone` says what a request must give whatever ha
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -150,6 +151,7 @@ class FakeRanks:
         self.events: list[tuple[str, int]] = []
         self.steps: list[Step] = []
         self.closed = False
+        self.gone = threading.Event()
         self._hang_at = hang_at
         self._waiting: list[Step] = []
         self._late: dict[int, LateInputs] = {}
@@ -176,6 +178,11 @@ class FakeRanks:
         result = self.rank.run(step, lambda: self._late[step.number])
         self.events.append(("receive", step.number))
         return result
+
+    def check(self) -> None:
+        assert not self._waiting, "nothing is in flight"
+        if self.gone.is_set():
+            raise RankGroupFailed("rank 0 is gone")
 
     def close(self) -> None:
         self.closed = True

@@ -42,6 +42,18 @@ def test_a_failure_while_loading_is_the_constructors() -> None:
         InlineRanks(rank)
 
 
+def test_an_ended_rank_is_noticed_while_nothing_runs() -> None:
+    def rank(link: RankLink) -> None:
+        link.report(REPORT)
+        link.receive()
+
+    ranks = InlineRanks(rank)
+    ranks.check()
+    ranks.close()
+    with pytest.raises(RankGroupFailed, match="the rank has ended"):
+        ranks.check()
+
+
 def test_a_failure_in_a_step_reaches_receive() -> None:
     def rank(link: RankLink) -> None:
         link.report(REPORT)

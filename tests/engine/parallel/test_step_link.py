@@ -99,6 +99,15 @@ def test_a_dead_rank_is_noticed_while_waiting(dead: int) -> None:
             ranks.receive(5.0)
 
 
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_dead_rank_is_noticed_while_nothing_runs(dead: int) -> None:
+    with group(2, "unix") as (ranks, links):
+        ranks.check()
+        links[dead]._socket.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(RankGroupFailed, match=f"rank {dead}"):
+            ranks.check()
+
+
 def test_a_rank_tells_why_it_failed() -> None:
     with group(2, "unix") as (ranks, links):
         links[1].fail("out of memory")
