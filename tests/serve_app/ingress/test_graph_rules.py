@@ -47,6 +47,7 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         turn("late", when="wait long", prefill_delay_ms=2500),
         turn("slow ", when="draining", then="repeat", delay_ms=400),
         turn("bad", when="break", fail_at=2),
+        turn("bad", when="break at once", fail_at=0),
     ]
     source = script(directory, turns, name="rules", chat_template=TEMPLATE, context=65536)
     running = start_graph(directory / "log", f"model={source}", f"cache_dir={directory / 'cache'}", *SETTINGS)
@@ -294,6 +295,12 @@ def test_failures_in_the_middle(tight: Graph, http: httpx.Client, stream: Open) 
     wait_until(lambda: tight.metrics()["requests_failed_total"] == before + 2)
 
 
+def test_a_failure_before_the_first_token_has_neither_role_nor_done(stream: Open) -> None:
+    data = stream(asking("break at once")).body()
+    assert b'"error"' in data
+    assert b"role" not in data and b"[DONE]" not in data
+
+
 def test_counts_of_an_answer_that_ends_with_eos(tight: Graph, http: httpx.Client) -> None:
     before = settled(tight)
     answer = http.post(CHAT, json=asking("hi")).json()
@@ -329,6 +336,20 @@ def test_a_websocket_is_refused(tight: Graph) -> None:
         lines += ["Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", ""]
         plain.sendall("\r\n".join(lines).encode())
         assert b" 101 " not in plain.recv(4096)
+
+
+def test_health_tells_of_ranks_that_are_rebuilt(tight: Graph, http: httpx.Client) -> None:
+    ranks = tight.pids("RankActor")
+
+    def unhealthy() -> bool:
+        answer = http.get("/health")
+        return answer.status_code == 503 and answer.json()["error"]["type"] == "server_error"
+
+    os.kill(ranks[0], signal.SIGKILL)
+    wait_until(unhealthy)
+    wait_until(lambda: ready(tight))
+    assert ranks[0] not in tight.pids("RankActor")
+    assert http.post(CHAT, json=asking("hi")).status_code == 200
 
 
 def test_every_ingress_tells_the_same_and_one_may_die(tight: Graph, stream: Open) -> None:
