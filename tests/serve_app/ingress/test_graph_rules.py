@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -374,3 +375,35 @@ def test_every_ingress_tells_the_same_and_one_may_die(tight: Graph, stream: Open
     wait_until(lambda: ready(tight))
     wait_until(lambda: cards() == before)
     assert tight.metrics()["http_slots"] == 6
+
+
+def test_questions_hold_one_slot_from_the_first_to_the_last(tight: Graph, http: httpx.Client, stream: Open) -> None:
+    """Five of six slots are held by others. Whoever wants the sixth is refused until the last question is answered."""
+    prompts = ["endless", "hi", "hi", "hi", "hi"]
+    others = stream({"model": "m", "prompt": prompts, "max_tokens": 50_000}, path="/v1/completions")
+    others.until(b'"text":"w')
+    first = {"type": "predicate", "instructions": "Is it time to wait long"}
+    body = {"model": "m", "input": "x", "questions": [first, *[{**first, "instructions": "Is it?"}] * 63]}
+    refused = 0
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, "/v1/decisions", json=body)
+        wait_until(lambda: answer.done() or tight.metrics()["http_slots_in_use"] == 6)
+        while not answer.done():
+            another = stream(asking("endless", max_tokens=50_000))
+            if b" 200 " in another.until(b"\r\n"):
+                break  # and keeps its slot, so that a question still to come would be refused
+            assert b" 429 " in another.received
+            refused += 1
+    assert answer.result().status_code == 200, answer.result().text
+    assert len(answer.result().json()["answers"]) == 64
+    assert refused
+
+
+def test_leaving_between_questions_frees_the_slot(tight: Graph, stream: Open) -> None:
+    before = settled(tight)["requests_failed_total"]
+    texts = ("Is it?", "Is it time to wait long?", "Is it time to wait long again?")
+    questions = {text: {"type": "noul", "instructions": text} for text in texts}
+    leaving = stream({"model": "m", "state": "x", "questions": questions}, path="/v1/systemone")
+    wait_until(lambda: tight.metrics()["http_slots_in_use"] == 1)
+    leaving.leave()
+    assert settled(tight)["requests_failed_total"] == before
