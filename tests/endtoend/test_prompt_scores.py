@@ -237,12 +237,13 @@ def test_scoring_starts_uncached_and_publishes(demo: Site) -> None:
 
 def test_loglikelihood_through_echo(demo: Site) -> None:
     """Batches of context + continuation ids, one generated token; the caller slices [context length, -1) of the arrays
-    and calls a continuation greedy when each token's value is the greatest of its map."""
+    and calls a continuation greedy when each token's value is the greatest of its map. A whole text is scored after
+    one token that begins it."""
     encode = demo.model.tokenizer.encode
     context = encode("Question: What is the capital of France?\nAnswer:", specials=True)
     endings = [encode(text, specials=True) for text in (" Paris", " Berlin", " the city of Paris", " 42")]
-    body = {"prompt": [context + ending for ending in endings], "temperature": 0, "max_tokens": 1, "logprobs": 1}
-    choices = demo.post(COMPLETIONS, {**body, "seed": 1234, "echo": True})["choices"]
+    body = {"model": "any", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    choices = demo.post(COMPLETIONS, {**body, "prompt": [context + ending for ending in endings]})["choices"]
     for choice, ending in zip(choices, endings, strict=True):
         exact = log_softmax(reference(), [*context, *ending])[len(context) - 1 : -1]
         values = choice["logprobs"]["token_logprobs"][len(context) : -1]
@@ -253,6 +254,11 @@ def test_loglikelihood_through_echo(demo: Site) -> None:
         assert greedy == (exact.argmax(1).tolist() == ending)
     sums = [sum(choice["logprobs"]["token_logprobs"][len(context) : -1]) for choice in choices]
     assert sums.index(max(sums)) == 0
+    whole = [*encode("<|im_start|>", specials=True), *encode(TEXT, specials=True)]
+    (choice,) = demo.post(COMPLETIONS, {**body, "prompt": [whole]})["choices"]
+    exact = log_softmax(reference(), whole)
+    wanted = [float(exact[place - 1, id]) for place, id in enumerate(whole)][1:]
+    assert choice["logprobs"]["token_logprobs"][1:-1] == pytest.approx(wanted, abs=1e-4)
 
 
 # ---- refusals ----

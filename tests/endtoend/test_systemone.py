@@ -14,7 +14,9 @@ from typing import Any
 import PIL.Image
 import pytest
 import typesafe_sdk
+import zstandard
 from typesafe_sdk import Choice, Noul, Score
+from typesafe_sdk._core.compression import COMPRESSORS
 
 from engine.types.conversation import Conversation, Image, Message, Text
 from engine.types.request import GenerationRequest, PreparedRequest
@@ -297,6 +299,18 @@ def test_the_sdk_raises_its_own_errors(client: typesafe_sdk.TypeSafeClient) -> N
         client.system_one(state="x", questions={"q": Choice(criteria={str(place): None for place in range(129)})})
     with pytest.raises(typesafe_sdk.TypeSafeBadRequestError, match="context"):
         client.system_one(state="too long " * 3000, questions={"q": Noul(instructions="?")})
+
+
+def test_the_sdk_may_compress_json_but_not_multipart(demo: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDK compresses every body of a kilobyte or more where its Python has zstd; images then need
+    `compression=False`."""
+    monkeypatch.setitem(COMPRESSORS, "zstd", zstandard.compress)
+    with typesafe_sdk.TypeSafeClient(base_url=demo.url, api_key="any", compression="zstd") as client:
+        found = client.system_one(state="word " * 400, questions={"q": Noul(instructions="?")})
+        assert found.usage.input_tokens > 400
+        with pytest.raises(typesafe_sdk.TypeSafeAPIError, match="uncompressed") as caught:
+            client.system_one(state=typesafe_sdk.Image(picture()), questions={"q": Noul(instructions="?" * 1000)})
+        assert caught.value.status == 415
 
 
 # ---- images ----

@@ -7,9 +7,13 @@ import base64
 import gzip
 import io
 import json
+import zlib
+from collections.abc import Callable
 from typing import Any
 
+import brotli
 import pytest
+import zstandard
 from PIL import Image
 
 from engine.types.events import Update
@@ -50,6 +54,12 @@ def in_parts(body: dict[str, Any], **images: bytes) -> bytes:
     return b"".join(b"--xyz\r\nContent-Disposition: form-data; " + part + b"\r\n" for part in parts) + b"--xyz--\r\n"
 
 
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "br": brotli.compress,
+    "zstd": zstandard.compress,
+}
 MULTIPART = ("content-type", "multipart/form-data; boundary=xyz")
 IMAGES = ("typesafe-danger-zone-images", "true")
 
@@ -82,10 +92,10 @@ async def test_decisions_answer_in_order() -> None:
 
 
 @routes
-@pytest.mark.parametrize("encoding", ["gzip"])
+@pytest.mark.parametrize("encoding", PACKED)
 @asynchronous
 async def test_compressed_json(path: str, body: dict[str, Any], encoding: str) -> None:
-    packed = gzip.compress(json.dumps(body).encode())
+    packed = PACKED[encoding](json.dumps(body).encode())
     assert (await call(World().app, "POST", path, packed, [("content-encoding", encoding)])).status == 200
 
 
@@ -165,14 +175,28 @@ async def test_multipart_without_images_and_with_stray_ones() -> None:
     assert stray.status == 400
 
 
+@pytest.mark.parametrize("encoding", [*PACKED, "identity"])
 @asynchronous
-async def test_compressed_multipart_is_415_and_large_413() -> None:
+async def test_multipart_must_not_be_compressed(encoding: str) -> None:
+    plain = in_parts(SYSTEM_ONE)
+    packed = PACKED[encoding](plain) if encoding in PACKED else plain
+    reply = await call(World().app, "POST", "/v1/systemone", packed, [MULTIPART, ("content-encoding", encoding)])
+    assert reply.status == (415 if encoding in PACKED else 200)
+    if encoding in PACKED:
+        assert set(reply.json["error"]) == {"type", "message", "param", "code"}
+
+
+@asynchronous
+async def test_large_bodies_are_413_in_the_chat_format() -> None:
     world = World(settings=IngressSettings(under_serve=False, max_body_bytes=2000))
-    packed = gzip.compress(in_parts(SYSTEM_ONE))
-    headers = [MULTIPART, ("content-encoding", "gzip")]
-    assert (await call(world.app, "POST", "/v1/systemone", packed, headers)).status == 415
     large = in_parts(SYSTEM_ONE, image=bytes(3000))
-    assert (await call(world.app, "POST", "/v1/systemone", large, [MULTIPART])).status == 413
+    for path, body, headers in (
+        ("/v1/systemone", large, [MULTIPART]),
+        ("/v1/systemone", json.dumps({**SYSTEM_ONE, "state": "x" * 2000}).encode(), []),
+        ("/v1/decisions", json.dumps({**DECISIONS, "input": "x" * 2000}).encode(), []),
+    ):
+        reply = await call(world.app, "POST", path, body, headers)
+        assert (reply.status, reply.json["error"]["type"]) == (413, "request_too_large")
 
 
 @asynchronous
