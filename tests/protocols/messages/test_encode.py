@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from protocols.errors import ExecutionFailed, OutputInvalid, ProtocolError, Slot
 from protocols.fields import Decoded
 from protocols.messages.encode import MessagesEncoder
 from protocols.messages.thinking import marker
+from tests.support.agent_folds import fold_message
 from tests.support.scenarios import (
     FAILED,
     PROMPT,
@@ -50,63 +50,18 @@ def run(items: Sequence[SemanticEvent], size: int = 1) -> tuple[MessagesEncoder,
     return encoder, frames + encoder.finish()
 
 
-def fold(frames: Sequence[bytes]) -> dict[str, Any]:
-    """The message that a client accumulates, checking the grammar of the stream on the way."""
-    message: dict[str, Any] = {}
-    buffers: list[str] = []
-    is_open = False
-    for name, data in events(frames):
-        assert data["type"] == name
-        match name:
-            case "message_start":
-                assert not message
-                message = data["message"]
-                assert message["content"] == []
-            case "content_block_start":
-                assert not is_open and data["index"] == len(message["content"])
-                is_open = True
-                message["content"].append(data["content_block"])
-                buffers.append("")
-            case "content_block_delta":
-                assert is_open and data["index"] == len(message["content"]) - 1
-                block, delta = message["content"][-1], data["delta"]
-                match delta["type"]:
-                    case "text_delta":
-                        block["text"] += delta["text"]
-                    case "thinking_delta":
-                        block["thinking"] += delta["thinking"]
-                    case "signature_delta":
-                        block["signature"] = delta["signature"]
-                    case "input_json_delta":
-                        buffers[-1] += delta["partial_json"]
-            case "content_block_stop":
-                assert is_open and data["index"] == len(message["content"]) - 1
-                is_open = False
-                if message["content"][-1]["type"] == "tool_use":
-                    message["content"][-1]["input"] = json.loads(buffers[-1])
-            case "message_delta":
-                assert not is_open
-                message |= data["delta"]
-                message["usage"] |= data["usage"]
-            case "message_stop":
-                assert (name, data) == events(frames)[-1]
-            case _:
-                raise AssertionError(name)
-    return message
-
-
 @pytest.mark.parametrize("name", SUCCEEDED)
 @pytest.mark.parametrize("size", [1, 100])
 def test_the_folded_stream_is_the_buffered_message(name: str, size: int) -> None:
     encoder, frames = run(SCENARIOS[name].events, size)
-    assert fold(frames) == encoder.result()
+    assert fold_message(frames) == encoder.result()
 
 
 @settings(deadline=None)
 @given(outputs(), st.integers(1, 20))
 def test_any_output_folds_to_the_buffered_message(items: list[SemanticEvent], size: int) -> None:
     encoder, frames = run(items, size)
-    assert fold(frames) == encoder.result()
+    assert fold_message(frames) == encoder.result()
 
 
 @settings(deadline=None)

@@ -20,6 +20,7 @@ from protocols.exact_json import dumps
 from protocols.fields import Decoded, DecodeLimits
 from protocols.responses.decode import decode
 from protocols.responses.encode import ResponsesEncoder
+from tests.support.agent_folds import ResponseFold
 from tests.support.scenarios import (
     FAILED,
     PROMPT,
@@ -84,74 +85,8 @@ def run(items: Sequence[SemanticEvent], size: int = 1, **fields: Any) -> tuple[R
     return encoder, frames + encoder.finish()
 
 
-class Fold:
-    """What a client accumulates from the deltas alone, checking the life cycle on the way."""
-
-    def __init__(self, frames: Sequence[bytes]) -> None:
-        self.items: list[dict[str, Any]] = []
-        self.final: dict[str, Any] = {}
-        self._ids: set[str] = set()
-        self._open: dict[str, Any] | None = None
-        found = events(frames)
-        assert [data["sequence_number"] for _, data in found] == list(range(len(found)))
-        assert [name for name, _ in found[:2]] == ["response.created", "response.in_progress"]
-        assert b"[DONE]" not in b"".join(frames)
-        for position, (name, data) in enumerate(found):
-            assert data["type"] == name
-            if "response" in data:
-                assert not self.final
-                self._ids.add(data["response"]["id"])
-                if position > 1:
-                    self.final = data["response"]
-            else:
-                assert not self.final
-                self._take(name or "", data)
-        assert len(self._ids) == 1
-
-    def _take(self, name: str, data: dict[str, Any]) -> None:
-        if name == "response.output_item.added":
-            assert self._open is None and data["output_index"] == len(self.items)
-            self._open = data["item"]
-            assert self._open["status"] == "in_progress"
-            return
-        assert self._open is not None and data["output_index"] == len(self.items)
-        if name == "response.output_item.done":
-            item = data["item"]
-            assert {**self._open, "status": item["status"]} == item
-            self.items.append(item)
-            self._open = None
-            return
-        assert data["item_id"] == self._open["id"]
-        if name == "response.content_part.added":
-            assert data["content_index"] == len(self._open["content"])
-            self._open["content"].append(data["part"])
-        elif name == "response.content_part.done":
-            assert self._open["content"][data["content_index"]] == data["part"]
-        elif name in ("response.output_text.delta", "response.reasoning_text.delta"):
-            part = self._open["content"][data["content_index"]]
-            part["text"] += data["delta"]
-            part.setdefault("logprobs", []).extend(data.get("logprobs", []))
-            if part["type"] == "reasoning_text":
-                del part["logprobs"]
-        elif name in ("response.output_text.done", "response.reasoning_text.done"):
-            part = self._open["content"][data["content_index"]]
-            assert part["text"] == data["text"] and part.get("logprobs") == data.get("logprobs")
-        else:
-            self._call(name, data)
-
-    def _call(self, name: str, data: dict[str, Any]) -> None:
-        assert self._open is not None
-        key = {"response.function_call_arguments": "arguments", "response.custom_tool_call_input": "input"}[
-            name.rpartition(".")[0]
-        ]
-        if name.endswith("delta"):
-            self._open[key] += data["delta"]
-        else:
-            assert name.endswith("done") and self._open[key] == data[key]
-
-
 def check(encoder: ResponsesEncoder, frames: Sequence[bytes]) -> None:
-    folded, result = Fold(frames), encoder.result()
+    folded, result = ResponseFold(frames), encoder.result()
     assert folded.final == result
     assert folded.items == result["output"]
 
@@ -211,7 +146,7 @@ def test_every_event_is_of_a_type_that_the_sdk_declares(name: str) -> None:
 def test_a_failure_ends_in_response_failed(name: str) -> None:
     scenario = SCENARIOS[name]
     encoder, frames = run(scenario.events)
-    final = Fold(frames[:-1]).final or events(frames)[-1][1]["response"]
+    final = ResponseFold(frames[:-1]).final or events(frames)[-1][1]["response"]
     assert events(frames)[-1][0] == "response.failed"
     assert final["status"] == "failed"
     assert final["error"] == {"code": "server_error", "message": scenario.end.message}
