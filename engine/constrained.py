@@ -23,6 +23,8 @@ from engine.types.constraint import Constraint
 
 _MAX_NAME: Final = 128
 """Characters of a name that is generated under a mask."""
+_WHITESPACE: Final = "".join(char for char in map(chr, range(0x3001)) if char.isspace())
+"""What the machine takes for whitespace, which is more than a regular expression does."""
 _ANYTHING: Final = "/(?s:.*)/"
 
 
@@ -276,7 +278,7 @@ def _terms(element: Element, controls: _Controls) -> str:
         case Space(lines):
             return r"/[\r\n]{0,2}/" if lines else r"/[ \r\n\t]{0,8}/"
         case Word(barred):
-            return f"/[^\\s{_class(barred)}]{{1,{_MAX_NAME}}}/"
+            return f"/[^{_class(_WHITESPACE + barred)}]{{1,{_MAX_NAME}}}/"
         case Name(stop, barred, but):
             return f"/{_name(_class(barred + stop[0]), but)}/ {_literal(stop, controls)}"
         case Skip(stop):

@@ -14,8 +14,9 @@ from engine.syntax import gemma, glm, hermes, kimi, minimax, muse, qwen
 from engine.syntax.arguments import Schemas
 from engine.syntax.deepseek import DeepSeekSyntax
 from engine.syntax.machine import Machine
+from engine.syntax.patterns import CLOSE_TOKEN, OPEN_TOKEN
 from engine.syntax.piece import Syntax
-from engine.syntax.states import CLOSE_TOKEN, OPEN_TOKEN, Layout, Setup, standard
+from engine.syntax.states import Layout, Setup, standard
 from engine.types.conversation import ToolDefinition
 
 Opening = Literal["reasoning", "content"]

@@ -112,7 +112,9 @@ class DeepSeekSyntax:
     @property
     def held(self) -> str:
         """Text that is not assigned to a region yet, the closing delimiter aside."""
-        return self._pending[self._padding() :]
+        rest = self._pending.lstrip()
+        marked = self._tools_active and rest and (rest.startswith(MARK) or MARK.startswith(rest))
+        return rest if self._padded or marked else self._pending
 
     def feed(self, segment: Segment) -> list[SyntaxEvent]:
         text = segment.text
@@ -173,6 +175,10 @@ class DeepSeekSyntax:
             self._push()
             self._take(self._pending.find(CLOSE) + len(CLOSE), "control")
             self._unseen, self._closed = [rest], True
+        padding = self._padding()
+        if padding:  # the parser would take it for the answer
+            self._take(padding, "control")
+            self._unseen = [self._pending]
         start = self._pending.lstrip()
         if self._tools_active and start.startswith(MARK):
             self._push()

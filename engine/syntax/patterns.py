@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+OPEN_TOKEN: Final = "\ud901"
+CLOSE_TOKEN: Final = "\ud902"
+"""Private characters (lone surrogates, which no decoded text holds) that stand for single-token delimiters. No name
+holds one."""
+DELIMITERS: Final = OPEN_TOKEN + CLOSE_TOKEN
+
 MAX_NAME: Final = 8_192
 MAX_SPACE: Final = 256
 """Characters that a name and whitespace in a header may have; beyond them the text is no header."""
@@ -153,7 +159,7 @@ def _step(element: Element, text: str, at: int) -> int | None:
     if isinstance(element, Name):
         return _name(element, text, at)
     start = at
-    while at < len(text) and not text[at].isspace() and text[at] not in element.barred:
+    while at < len(text) and not text[at].isspace() and text[at] not in element.barred and text[at] not in DELIMITERS:
         at += 1
     if at == len(text):
         return None if at - start <= MAX_NAME else -1
@@ -163,6 +169,6 @@ def _step(element: Element, text: str, at: int) -> int | None:
 def _name(element: Name, text: str, at: int) -> int | None:
     end = text.find(element.stop, at)
     name = text[at : len(text) if end < 0 else end]
-    if len(name) > MAX_NAME or any(char in name for char in element.barred if char not in element.stop):
+    if len(name) > MAX_NAME or any(char in name for char in element.barred + DELIMITERS if char not in element.stop):
         return -1
     return None if end < 0 else end + len(element.stop)

@@ -14,12 +14,8 @@ from functools import cached_property
 from typing import Final, Literal
 
 from engine.syntax.arguments import Schemas
-from engine.syntax.patterns import Pattern, Space, Token, lit
+from engine.syntax.patterns import OPEN_TOKEN, Pattern, Space, Token, lit
 from engine.types.events import Region
-
-OPEN_TOKEN: Final = "\ud901"
-CLOSE_TOKEN: Final = "\ud902"
-"""Private characters (lone surrogates, which no decoded text holds) that stand for single-token delimiters."""
 
 NEWLINES: Final = re.compile(r"\n*")
 WHITESPACE: Final = re.compile(r"\s*")
