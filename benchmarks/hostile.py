@@ -1,6 +1,6 @@
 """Malformed and hostile requests at a running server: undeclared answers, and memory before and after.
 
-    python -m benchmarks.hostile [--warmup 2500] [--requests 5000] [--seed 1] [key=value ...]
+    python -m benchmarks.hostile [--warmup 5000] [--requests 5000] [--seed 1] [key=value ...]
 
 Starts `python -m serve_app` as `benchmarks.serving` does, with a serving key that half of the requests don't have.
 Memory is the proportional set size of every server process after the warm-up (allocators keep what their first rush
@@ -154,7 +154,7 @@ async def measure(server: Server, warmup: int, count: int, seed: int, key: str) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--warmup", type=int, default=2500)
+    parser.add_argument("--warmup", type=int, default=5000)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("settings", nargs="*", help="key=value settings of the server")
