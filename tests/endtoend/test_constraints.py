@@ -11,7 +11,8 @@ import pytest
 
 from tests.support.inline_server import Site
 from tests.support.qwen_vocabulary import qwen_tokenizer_json
-from tests.support.scripted import script, token, turn
+from tests.support.scripted import script, spelled, token, turn
+from tests.support.shown import PATHS, ask, streamed, whole
 
 ANSWER: Final = '{"city": "Paris", "days": 3}'
 SCHEMA: Final = {
@@ -33,6 +34,7 @@ TURNS: Final = (
     turn("so\n", CLOSE, "\n\n", token("<think>"), "again", when="think again"),
     turn("so\n", CLOSE, "\n\n", *CALL, when="call first"),
     turn("so\n", CLOSE, "\n\nyes", when="plain words"),
+    turn(spelled("so </think> {} "), when="spelled out", then="repeat"),
 )
 
 
@@ -117,3 +119,14 @@ def test_a_call_may_stand_behind_the_blank_line(site: Site) -> None:
 )
 def test_other_answers_keep_their_own_whitespace(site: Site, fields: dict[str, Any], content: set[str]) -> None:
     assert site.chat("plain words", **fields)["choices"][0]["message"]["content"] in content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_close_in_ordinary_pieces_ends_no_reasoning_so_the_limit_comes_without_an_answer(
+    site: Site, stream: bool
+) -> None:
+    body = ask("chat", "spelled out", limit=50, **chat_format(SCHEMA), stream=stream)
+    (reply,) = site.together([(PATHS["chat"], body)])
+    shown = (streamed if stream else whole)("chat", reply)
+    assert (shown.text, shown.calls, shown.end) == ("", (), "limit")
+    assert shown.reasoning.startswith("so </think> {} so </think>")

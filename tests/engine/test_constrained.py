@@ -4,150 +4,31 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Literal, cast
 
 import numpy as np
 import pytest
 
-from engine.constrained import ConstrainedDecoding, StructuredSyntax
+from engine.constrained import ConstrainedDecoding
 from engine.grammar import Grammars
-from engine.recipes.catalog import RECIPES
-from engine.syntax import open_syntax
-from engine.syntax.piece import Segment
-from engine.synthetic_tokenizer import synthetic_definition
-from engine.text.tokenizer import Tokenizer, TokenTable, build_table
+from engine.text.tokenizer import Tokenizer, build_table
 from engine.types.constraint import Constraint
 from engine.types.request import RequestError
-from tests.support.family_outputs import (
-    HERMES_PARIS,
-    KIMI_PARIS,
-    NEXT,
-    PARIS,
-    PARIS_JSON,
-    Q,
-    atem,
-    dsml,
-    dsml_invoke,
-    dsml_parameter,
-    element,
-    gemma,
-    glm,
-    invoke,
-    minimax,
-    muse,
-    qwen,
-    xtml,
+from tests.support.constrained import (
+    ANSWER,
+    BEFORE_ANSWER,
+    CALLS,
+    OPENING,
+    REASONERS,
+    REASONING,
+    REOPENED,
+    SCHEMA,
+    Rig,
+    family,
+    rig,
 )
-from tests.support.outputs import CONTROL, WEATHER, Folded, fold
-
-SCHEMA = Constraint("json_schema", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}}))
-ANSWER = '{"a": 1}'
-
-
-@dataclass(frozen=True)
-class Rig:
-    """One recipe's tokenizer and grammars."""
-
-    recipe: str
-    tokenizer: Tokenizer
-    tokens: TokenTable
-    grammars: Grammars
-    eos: tuple[int, ...]
-
-    def decoding(
-        self, opening: Literal["reasoning", "content"], *, tools: bool = True, constraint: Constraint = SCHEMA
-    ) -> ConstrainedDecoding:
-        syntax = self.syntax(opening, tools, constraint)
-        return ConstrainedDecoding(self.grammars, constraint, syntax, self.tokens, self.eos)
-
-    def syntax(
-        self, opening: Literal["reasoning", "content"], tools: bool = True, constraint: Constraint = SCHEMA
-    ) -> StructuredSyntax:
-        syntax = open_syntax(
-            RECIPES[self.recipe],
-            self.tokens,
-            opening=opening,
-            tools=(WEATHER,),
-            tools_active=tools,
-            structured=True,
-            padded=constraint.json,
-        )
-        return cast(StructuredSyntax, syntax)
-
-    def ids(self, text: str, *, specials: bool = True) -> list[int]:
-        return self.tokenizer.encode(text, specials=specials)
-
-    def folded(
-        self, ids: list[int], opening: Literal["reasoning", "content"], constraint: Constraint = SCHEMA
-    ) -> Folded:
-        syntax = self.syntax(opening, constraint=constraint)
-        events = [
-            event
-            for index, token in enumerate(ids)
-            for event in syntax.feed(Segment(index, token, self.tokens.text(token)))
-        ]
-        return fold([*events, *syntax.finish(truncated=False)])
-
-
-@cache
-def rig(recipe: str) -> Rig:
-    definition = synthetic_definition(["<end>"], CONTROL[family(recipe)])
-    table = build_table(definition, 0)
-    text = json.dumps(definition)
-    tokenizer = Tokenizer(text, table)
-    end = tokenizer.token_id("<end>")
-    assert end is not None
-    return Rig(recipe, tokenizer, table, Grammars(text, table.vocab_size, [end]), (end,))
-
-
-MEMBERS = (dsml_parameter("city", "Paris"), dsml_parameter("days", "3", False))
-CALLS = {
-    "qwen38": qwen(PARIS),
-    "glm53": glm("city", "Paris", "days", "3"),
-    "gemma4": gemma(f"city:{Q}Paris{Q},days:3"),
-    "minimax_m3": minimax(invoke(element("city", "Paris") + element("days", "3"))),
-    "kimi3": xtml("tools", KIMI_PARIS),
-    "muse_spark": f"{NEXT} to=w<|message|>{muse(atem(city='Paris', days='3'))}<|eom|>",
-    "qwen3": HERMES_PARIS,
-    "deepseek4": dsml(dsml_invoke(*MEMBERS)).strip(),
-}
-REASONING = {
-    "qwen38": "so <tool_call> it\n</think>",
-    "glm53": "so</think>",
-    "gemma4": "<|channel>thought\nso\n<channel|>",
-    "minimax_m3": "<mm:think>so</mm:think>",
-    "kimi3": "so<|close|>think<|sep|>",
-    "muse_spark": " to=self<|message|>so",
-    "qwen3": "<think>\nso\n</think>",
-    "deepseek4": "so</think>",
-}
-OPENING: dict[str, Literal["reasoning", "content"]] = {
-    name: "content" if name in ("gemma4", "minimax_m3", "qwen3") else "reasoning" for name in CALLS
-}
-BEFORE_ANSWER = {"kimi3": "<|open|>response<|sep|>", "muse_spark": f"{NEXT} to=user<|message|>"}
-REOPENED = {
-    "gemma4": "<|channel>thought\n",
-    "minimax_m3": "<mm:think>",
-    "kimi3": "<|open|>think<|sep|>",
-    "muse_spark": f"{NEXT} to=self<|message|>",
-}
-ALIKE = {
-    "qwen38_dense": "qwen38",
-    "mimo_v2": "qwen38",
-    "step5": "qwen38",
-    "nemotron_h": "qwen38",
-    "kimi31": "kimi3",
-    "deepseek41": "deepseek4",
-}
-"""Recipes whose reasoning is written as another's."""
-REASONERS = [name for name, recipe in RECIPES.items() if recipe.reasoning is not None]
-
-
-def family(recipe: str) -> str:
-    return ALIKE.get(recipe, recipe)
+from tests.support.family_outputs import NEXT, PARIS_JSON
+from tests.support.outputs import CONTROL
 
 
 def allowed(decoding: ConstrainedDecoding, ids: list[int]) -> None:
@@ -374,34 +255,82 @@ def test_a_constraint_that_does_not_compile_is_refused_at_once() -> None:
         it.decoding("reasoning", constraint=Constraint("lark", "start: ("))
 
 
-@pytest.mark.parametrize("recipe", CALLS)
-def test_whatever_is_generated_under_the_masks_is_a_valid_answer_or_a_call(recipe: str) -> None:
-    """Random tokens wherever a mask binds; reasoning and calls, which are free, are ended as their syntax wants."""
-    it = rig(recipe)
-    outcomes: list[str] = []
-    for seed in range(12):
-        draw = random.Random(seed)
-        decoding = it.decoding(OPENING[recipe])
-        ids = it.ids(REASONING[recipe] + BEFORE_ANSWER.get(recipe, ""))
-        allowed(decoding, ids)
-        for _ in range(60):
-            mask = decoding.mask()
-            if mask is None:
-                outcomes.append("a call or reasoning")
-                break
-            options = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist()
-            assert options
-            if it.eos[0] in options:
-                folded = it.folded(ids, OPENING[recipe])
-                assert folded.failure == ""
-                json.loads(folded.text)
-                outcomes.append("an answer")
-                break
-            ending = [token for token in options if token in (ord("{"), ord("}"), ord('"'))]
-            token = draw.choice(ending or options)
-            assert decoding.advance(token)
-            ids.append(token)
-    assert "an answer" in outcomes
+WALKED = (
+    SCHEMA,
+    Constraint("json_object", ""),
+    Constraint("json_schema", '{"type": "string", "maxLength": 3}'),
+    Constraint("json_schema", '{"const": 7}'),
+    Constraint("lark", 'start: "\\n"? /[0-9]{1,3}/'),
+    Constraint("lark", 'start: "<tool_call>" /[ab]{1,3}/'),
+    Constraint("regex", r"[ \n]?(yes|no)"),
+    Constraint("choice", '["yes", "<think>x", "\\n\\nno"]'),
+)
+
+
+class Walk:
+    """A random output: delimiters, calls and answers, whole or broken off, wherever the masks allow."""
+
+    def __init__(self, it: Rig, draw: random.Random) -> None:
+        self.opening = OPENING[family(it.recipe)] if draw.random() < 0.7 else "content"
+        self.tools = draw.random() < 0.6
+        self.constraint = draw.choice(WALKED)
+        self._it, self._draw = it, draw
+        self._decoding = it.decoding(self.opening, tools=self.tools, constraint=self.constraint)
+        name = family(it.recipe)
+        texts = (REASONING[name], CALLS[name], BEFORE_ANSWER.get(name, ""), "</think>", "\n", "so", ANSWER)
+        self._snippets = [it.ids(text) for text in texts]
+        self._likely = [*it.ids("".join(CONTROL[name])), *it.ids('\n <{7"}')]
+        self._next: list[int] = []
+        self.ids: list[int] = []
+
+    def go(self) -> bool:
+        """Whether the output came to an end."""
+        for _ in range(100):
+            mask = self._decoding.mask()
+            options = None
+            if mask is not None:
+                options = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist()
+                assert options, self
+            if options is not None and self._it.eos[0] in options and (options == [*self._it.eos] or self._end()):
+                return True
+            token = self._token(options)
+            assert self._decoding.allows(token) and self._decoding.advance(token), (self, token)
+            self.ids.append(token)
+        return False
+
+    def _end(self) -> bool:
+        return self._draw.random() < 0.4
+
+    def _token(self, options: list[int] | None) -> int:
+        if not self._next and self._draw.random() < 0.5:
+            self._next = list(self._draw.choice(self._snippets))
+        token = self._next.pop(0) if self._next else self._draw.choice(self._likely)
+        if options is None or (token in options and token not in self._it.eos):
+            return token
+        self._next = []
+        open_to = [option for option in options if option not in self._it.eos]
+        likely = [option for option in open_to if option in self._likely]
+        return self._draw.choice(likely if likely and self._draw.random() < 0.6 else open_to)
+
+    def __repr__(self) -> str:
+        return f"{self._it.recipe} {self.opening} {self.tools} {self.constraint} {self._it.tokens.decode(self.ids)!r}"
+
+
+@pytest.mark.parametrize("recipe", REASONERS)
+def test_what_the_masks_let_through_is_an_answer_or_a_call_where_it_is_read(recipe: str) -> None:
+    """The ingress reads what the engine allowed: the answer it finds matches the constraint, no more and no less."""
+    it, answers = rig(recipe), 0
+    for seed in range(60):
+        walk = Walk(it, random.Random(f"{recipe} {seed}"))
+        if not walk.go():
+            continue
+        folded = it.folded(walk.ids, walk.opening, walk.constraint, tools=walk.tools)
+        if folded.failure:  # what a call holds is free, so it may be broken
+            assert walk.tools and "call" in folded.failure, walk
+        elif folded.text.strip() or not folded.calls:
+            assert it.grammars.validate(walk.constraint, folded.text) is None, (walk, folded.text)
+            answers += 1
+    assert answers > 10
 
 
 def test_natural_tokens_of_a_real_vocabulary_may_run_over_an_opener() -> None:

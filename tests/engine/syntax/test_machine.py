@@ -32,6 +32,18 @@ def test_a_delimiter_in_ordinary_pieces_is_text(recipe: str) -> None:
     assert (folded.reasoning, folded.text) == ("", "the <think> tag")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "mention"), [("glm53", "<tool_call>w"), ("qwen38", "<tool_call><function=w"), ("qwen38", "<tool_call>")]
+)
+def test_a_delimiter_behind_a_mentioned_tag_is_no_part_of_a_name(recipe: str, mention: str) -> None:
+    syntax = machine(recipe, opening="reasoning")
+    feed(syntax, recipe, f"so {mention}</think>")
+    assert not syntax.reasoning_open and not syntax.tool_pending
+    for cut in (None, 1, 3):
+        folded = run(machine(recipe, opening="reasoning"), segments(recipe, f"so {mention}</think>Hi", cut))
+        assert (folded.reasoning, folded.text, folded.failure) == (f"so {mention}", "Hi", "")
+
+
 def test_minimax_and_gemma_close_by_token_only() -> None:
     pieces = [ordinary(segment) for segment in segments("minimax_m3", "a</mm:think>b")]
     assert run(machine("minimax_m3", opening="reasoning"), pieces).reasoning == "a</mm:think>b"

@@ -95,6 +95,16 @@ def test_a_parameter_without_a_range_is_fixed() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.presence_penalty) == (0.7, 20, 0.0, 2.0)
 
 
+@pytest.mark.parametrize("asked", [SamplingOverrides(), SamplingOverrides(temperature=0.8, top_p=0.9)])
+def test_the_mode_of_reasoning_changes_no_sampling_value(asked: SamplingOverrides) -> None:
+    it = lowering(THINKING, sampling=RECIPES["qwen38"].sampling)
+    found = [
+        replace(it.prepare(chat(sampling=asked, reasoning=reasoning)).children[0].sampling, seed=0)
+        for reasoning in (ReasoningOptions(), ReasoningOptions(enabled=False), ReasoningOptions(effort="low"))
+    ]
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_number_that_is_none_is_refused() -> None:
     with pytest.raises(RequestError, match="temperature must be a finite number"):
         lowering().prepare(chat(sampling=SamplingOverrides(temperature=float("nan"))))
