@@ -69,6 +69,13 @@ def refusal(site: Site, *turns: Any, **fields: Any) -> str:
     return str(text)
 
 
+def refusal_of_generation(site: Site, **fields: Any) -> str:
+    """The message of a 400 for what only generation needs."""
+    reply = send(site, **fields)
+    assert reply.status == 400, reply.body
+    return str(reply.json["error"]["message"])
+
+
 def prompt(site: Site) -> str:
     """The prompt of the request before."""
     return site.model.tokens.decode(site.engine.prepared[-1].children[0].token_ids.tolist())
@@ -146,6 +153,13 @@ def test_a_budget_starts_anew_with_each_output(site: Site) -> None:
     found = message(site, "Hi", before, thinking_token_budget=3, max_tokens=30)
     assert prompt(site).endswith("<think>\nIt is" + " so" * 9)
     assert found["content"][0]["thinking"] == " so" * 3
+
+
+def test_a_model_without_reasoning_takes_budgets_as_hints(demo: Site) -> None:
+    """Only the explicit field is refused there."""
+    hint = {"thinking": {"type": "enabled", "budget_tokens": 2048}, "max_tokens": 1}
+    assert message(demo, **hint)["stop_reason"] == "max_tokens"
+    assert "thinking_token_budget" in refusal_of_generation(demo, thinking_token_budget=2048)
 
 
 def test_budgets_beyond_any_output_never_cut(site: Site) -> None:
