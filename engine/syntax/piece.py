@@ -73,6 +73,6 @@ class Syntax(Protocol):
     def feed(self, segment: Segment) -> list[SyntaxEvent]: ...
 
     def finish(self, *, truncated: bool) -> list[SyntaxEvent]:
-        """Ends the output. `truncated`: by the output limit, so an unfinished call is omitted; otherwise
-        (EOS, stop) an incomplete recognised call is a SyntaxFailure."""
+        """Ends the output. `truncated`: by the output limit or the caller's stop, so an unfinished call is omitted;
+        otherwise (EOS) an incomplete recognised call is a SyntaxFailure."""
         ...

@@ -341,13 +341,14 @@ class OutputPipeline:
             self._finish(end.cause)
 
     def _finish(self, cause: Cause, stop: str | int | None = None) -> None:
-        """The choice ends here. An output limit leaves an unfinished call out; any other end makes it an error."""
+        """The choice ends here. An unfinished call is left out where the limit or the caller's stop cut it off; where
+        the model itself ended, it is an error."""
         if cause != "string_stop":  # what a string stop left is beyond it
             self._end_character(self._count - 1)
             while self._queue:
                 self._parse(self._queue.popleft())
         if self._syntax is not None:
-            self._handle(self._syntax.finish(truncated=cause == "limit"))
+            self._handle(self._syntax.finish(truncated=cause != "eos"))
         if cause != "string_stop":
             while self._unseen:  # tokens without bytes
                 self._observe("control")

@@ -13,6 +13,7 @@ import pytest
 from tests.endtoend.conftest import scripted_site
 from tests.support.ingress import Call
 from tests.support.inline_server import Site, Stream
+from tests.support.shown import HEADERS, PATHS, PROTOCOLS, Protocol, ask, streamed, whole
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -236,6 +237,23 @@ def test_a_users_stop_after_a_call_is_a_stop(scripted: Site) -> None:
     tools = [{"name": "lookup", "input_schema": {"type": "object"}}]
     reply = scripted.send("POST", MESSAGES, {**body, "tools": tools}, VERSION).json
     assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", "now")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("kind", ["string", "token"])
+def test_a_users_stop_inside_a_call_leaves_it_out(scripted: Site, protocol: Protocol, kind: str) -> None:
+    """Like the limit: the model didn't end there, so it isn't a call that came out wrong."""
+    words: dict[str, Any] = {"stop_sequences" if protocol == "messages" else "stop": ["Paris"]}
+    tokens = {"stop_token_sequences": [scripted.model.tokenizer.encode("city", specials=True)]}
+    stop = words if kind == "string" else tokens
+    body = ask(protocol, "call", tools=[("lookup", {"type": "object"})], **stop)
+    buffered = whole(protocol, scripted.send("POST", PATHS[protocol], body, HEADERS))
+    assert (buffered.calls, buffered.error, buffered.end) == ((), "", "done")
+    assert buffered.reasoning.strip() == "so it is"
+    assert streamed(protocol, scripted.send("POST", PATHS[protocol], {**body, "stream": True}, HEADERS)) == buffered
+    required = {"type": "any"} if protocol == "messages" else "required"
+    reply = scripted.send("POST", PATHS[protocol], {**body, "tool_choice": required}, HEADERS)
+    assert reply.status == 500, "a required call that the stop left out is missing"
 
 
 def test_a_token_stop_is_a_stop_on_chat_and_the_end_of_a_turn_on_messages(scripted: Site) -> None:
