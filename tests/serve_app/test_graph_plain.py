@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.disconnects import CHAT, MOMENTS, nothing_leaks, quiet, settled
+from tests.support.disconnects import CHAT, MOMENTS, UNREAD, nothing_leaks, quiet, settled
 from tests.support.graph import START_SECONDS, Graph, free_port, launch, ready, wait_until
 from tests.support.raw_http import RawRequest, answered, chat, streamed_text
 from tests.support.scripted import script, turn
@@ -83,12 +83,12 @@ def test_readers_that_leave_disturb_nobody(plain: Graph) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_nobody_reads_holds_its_slot_until_it_is_read(plain: Graph, stream: bool) -> None:
     before = settled(plain)["generated_tokens_total"]
-    body = chat("quick", max_tokens=2000, logprobs=True, logprob_token_ids=list(range(100)), stream=stream)
+    body = chat("quick", max_tokens=UNREAD, logprobs=True, logprob_token_ids=list(range(100)), stream=stream)
     paused = RawRequest(plain.port, CHAT, body, receive_buffer=4096)
-    wait_until(lambda: plain.metrics()["generated_tokens_total"] >= before + 2000)
+    wait_until(lambda: plain.metrics()["generated_tokens_total"] >= before + UNREAD)
     wait_until(lambda: plain.metrics()["active_requests"] == 0)
     assert answered(plain.post(CHAT, chat("hi"))) == "Hello."
     time.sleep(1.5)  # longer than the answer needs through the proxy, and than a report to the hub
     assert plain.metrics()["http_slots_in_use"] == 1, "the answer waits for its reader"
-    assert paused.read_all().count(b'"token":"') >= 2000
+    assert paused.read_all().count(b'"token":"') >= UNREAD
     quiet(plain)

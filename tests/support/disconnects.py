@@ -10,6 +10,9 @@ from tests.support.raw_http import RawRequest
 
 CHAT = "/v1/chat/completions"
 MOMENTS = ("mid", "pre", "early", "buffered", "reset")
+UNREAD = 4000
+"""Tokens that, with 100 log probabilities each (6 KiB), are about twice what the sockets and proxies on the way to a
+reader that reads nothing take in."""
 BUSY = ("active_requests", "pending_requests", "http_slots_in_use", "http_requests_entering")
 
 

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.disconnects import quiet, settled
+from tests.support.disconnects import UNREAD, quiet, settled
 from tests.support.graph import Graph, ready, start_graph, wait_until
 from tests.support.scripted import script, turn
 
@@ -272,10 +272,10 @@ def test_a_paused_reader_holds_its_http_slot_alone_and_gets_everything(
     tight: Graph, http: httpx.Client, stream: Open
 ) -> None:
     ids = list(range(100))
-    body = asking("quick", max_tokens=2000, logprobs=True, logprob_token_ids=ids)
+    body = asking("quick", max_tokens=UNREAD, logprobs=True, logprob_token_ids=ids)
     before = settled(tight)["generated_tokens_total"]
     paused = stream(body, receive_buffer=4096)
-    wait_until(lambda: tight.metrics()["generated_tokens_total"] >= before + 2000)
+    wait_until(lambda: tight.metrics()["generated_tokens_total"] >= before + UNREAD)
     wait_until(lambda: tight.metrics()["active_requests"] == 0)
     held = tight.metrics()
     assert held["http_slots_in_use"] == 1, "the answer waits for its reader"
@@ -283,7 +283,9 @@ def test_a_paused_reader_holds_its_http_slot_alone_and_gets_everything(
     time.sleep(1.0)
     data = paused.body()
     frames = [json.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b"data: {")]
-    assert sum(len((choice["logprobs"] or {}).get("content") or ()) for f in frames for choice in f["choices"]) == 2000
+    assert (
+        sum(len((choice["logprobs"] or {}).get("content") or ()) for f in frames for choice in f["choices"]) == UNREAD
+    )
     assert b"data: [DONE]" in data
 
 
