@@ -160,7 +160,8 @@ class Lowering:
 
     def count(self, request: GenerationRequest) -> int:
         """Prompt tokens of `request`, over all its prompts. Raises RequestError for what can't be rendered."""
-        return sum(len(self._lowered(request, prompt).ids) for prompt in request.prompts)
+        prompts = (replace(p, boundaries=()) if isinstance(p, Conversation) else p for p in request.prompts)
+        return sum(len(self._lowered(request, prompt).ids) for prompt in prompts)
 
     def label_ids(self, request: GenerationRequest, labels: Sequence[str]) -> tuple[int | None, ...]:
         """For each label the token that it is directly after the conversation's complete rendered prompt, or None (see
@@ -360,19 +361,24 @@ class Lowering:
 
 
 def _positions(
-    rendered: RenderedConversation, ids: Sequence[int], encode: Callable[[Sequence[tuple[str, bool]]], list[int]]
+    rendered: RenderedConversation, ids: list[int], encode: Callable[[Sequence[tuple[str, bool]]], list[int]]
 ) -> tuple[int, ...]:
     """Token positions of the candidate boundaries: as many tokens as the text before a cut has in common with the
     whole prompt."""
     positions: set[int] = set()
     for cut in rendered.cuts:
-        prefix = encode(_head(rendered.segments, cut))
-        common = 0
-        while common < min(len(prefix), len(ids)) and prefix[common] == ids[common]:
-            common += 1
+        common = _common(encode(_head(rendered.segments, cut)), ids)
         if 0 < common < len(ids):
             positions.add(common)
     return tuple(sorted(positions))
+
+
+def _common(one: list[int], two: list[int]) -> int:
+    """How many tokens both begin with; usually all of the shorter, which costs least."""
+    size = min(len(one), len(two))
+    if one[:size] == two[:size]:
+        return size
+    return int(np.argmax(np.asarray(one[:size]) != np.asarray(two[:size])))
 
 
 def _head(segments: Sequence[tuple[str, bool]], length: int) -> list[tuple[str, bool]]:

@@ -12,7 +12,7 @@ from engine.cache.keys import page_keys
 from engine.recipes.catalog import RECIPES
 from engine.recipes.recipe import SamplingTable
 from engine.recipes.sampling import wide_ranges
-from engine.text.lowering import Lowering, ServingLimits
+from engine.text.lowering import Lowering, ServingLimits, _common
 from engine.types.constraint import Constraint
 from engine.types.conversation import Conversation, Image, Message, Text, ToolChoice, ToolDefinition, ToolResult
 from engine.types.request import (
@@ -312,3 +312,11 @@ def test_tools_are_active_unless_there_are_none_or_none_are_wanted() -> None:
 def test_stop_tokens_of_the_family_end_conversations_only() -> None:
     assert lowering(THINKING).prepare(chat()).children[0].eos_ids == (258, 256)
     assert lowering(THINKING).prepare(raw(TextPrompt("a"))).children[0].eos_ids == (258,)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "common"),
+    [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 2], 2), ([1, 9, 3], [1, 2, 3], 1), ([9], [1], 0)],
+)
+def test_what_two_token_lists_begin_with(one: list[int], two: list[int], common: int) -> None:
+    assert _common(one, two) == common
