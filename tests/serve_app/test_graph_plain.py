@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.support.disconnects import CHAT, MOMENTS, UNREAD, nothing_leaks, quiet, settled
-from tests.support.graph import START_SECONDS, Graph, free_port, launch, ready, wait_until
+from tests.support.graph import PATIENCE_SECONDS, START_SECONDS, Graph, free_port, launch, ready, wait_until
 from tests.support.raw_http import RawRequest, answered, chat, streamed_text
 from tests.support.scripted import script, turn
 
@@ -78,6 +82,38 @@ def test_readers_that_leave_disturb_nobody(plain: Graph) -> None:
     first.close()
     assert streamed_text(reader.read_all()) == COUNTED
     quiet(plain)
+
+
+def deploy(plain: Graph, **engine: Any) -> None:
+    """What `serve deploy` sends: the graph's own config, with a `user_config` of the Engine."""
+    config = yaml.safe_load((plain.log.parent / "serve.yaml").read_text())
+    config["applications"][0]["deployments"] = [{"name": "Engine", "user_config": engine}]
+    address = re.search(r"127\.0\.0\.1:8[23]\d\d", plain.log.read_text())
+    assert address is not None, "Ray's dashboard told no address"
+    url = f"http://{address[0]}/api/serve/applications/"
+    request = urllib.request.Request(
+        url, json.dumps(config).encode(), {"Content-Type": "application/json"}, method="PUT"
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
+        assert answer.status == 200
+
+
+def test_an_operator_pauses_and_resumes_admission(plain: Graph) -> None:
+    engines = plain.pids("Engine")
+    running = RawRequest(plain.port, CHAT, SLOW)
+    running.read_until(b'"content":"')
+    deploy(plain, paused=True)
+    wait_until(lambda: plain.metrics()["http_admission_paused"] == 1)
+    refused = plain.post(CHAT, chat("hi"))
+    assert (refused["status"], refused["error"]["type"]) == (503, "server_error")
+    assert "paused" in refused["error"]["message"]
+    counted = plain.post("/v1/completions", {"prompt": "hi", "max_tokens": 0, "echo": True})
+    assert counted["choices"][0]["text"] == "hi", "what needs no engine is answered"
+    assert streamed_text(running.read_all()) == COUNTED, "what runs goes on"
+    deploy(plain, paused=False)
+    wait_until(lambda: plain.metrics()["http_admission_paused"] == 0)
+    assert answered(plain.post(CHAT, chat("hi"))) == "Hello."
+    assert plain.pids("Engine") == engines, "changed in place"
 
 
 @pytest.mark.parametrize("stream", [True, False])
