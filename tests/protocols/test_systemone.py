@@ -253,6 +253,13 @@ def test_schema_failures(body: Any, loc: list[str | int], code: str) -> None:
     assert (loc, code) in [(entry["loc"], entry["type"]) for entry in detail(body)]
 
 
+def test_details_tell_what_was_sent_and_the_limit() -> None:
+    (entry,) = detail(many(65))
+    assert entry["ctx"]["max_length"] == 64 and entry["input"] == many(65)["questions"]
+    (entry,) = detail({**EXAMPLE, "model": 1})
+    assert entry["input"] == 1 and "ctx" not in entry
+
+
 def test_details_stay_small() -> None:
     questions = {str(i): {"type": "score", "criteria": [None] * 10} for i in range(64)}
     found = detail({"model": "x" * 10**5, "state": "s", "questions": questions, "assets": 5})
