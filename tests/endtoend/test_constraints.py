@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
+import jsonschema
 import pytest
 
 from tests.support.inline_server import Site
@@ -130,3 +131,37 @@ def test_a_close_in_ordinary_pieces_ends_no_reasoning_so_the_limit_comes_without
     shown = (streamed if stream else whole)("chat", reply)
     assert (shown.text, shown.calls, shown.end) == ("", (), "limit")
     assert shown.reasoning.startswith("so </think> {} so </think>")
+
+
+SMALL: Final = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 9},
+        "kind": {"enum": ["town", "village", None]},
+        "tags": {"type": "array", "maxItems": 2, "items": {"type": "string", "pattern": "^[a-z]{1,4}$"}},
+        "size": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 99}, {"type": "boolean"}]},
+    },
+    "required": ["city", "kind", "tags", "size"],
+    "additionalProperties": False,
+}
+
+
+def test_a_real_model_always_answers_with_what_the_schema_allows(demo: Site) -> None:
+    """Sampled hot, without any hint of what is wanted on the raw route; one that is cut is the beginning of such."""
+    question = "Tell me about a place."
+    hot = {"temperature": 1.5, "max_tokens": 44, "model": "any"}
+    requests: list[tuple[str, dict[str, Any]]] = [
+        (PATHS["chat"], {**ask("chat", question, schema=SMALL), **hot, "seed": seed}) for seed in range(1)
+    ]
+    requests += [
+        ("/v1/completions", {"prompt": question, "guided_json": SMALL, **hot, "seed": seed}) for seed in range(3)
+    ]
+    finished = 0
+    for reply in demo.together(requests):
+        (choice,) = reply.json["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert text.startswith("{")
+        if choice["finish_reason"] == "stop":
+            finished += 1
+            jsonschema.validate(json.loads(text), SMALL)
+    assert finished > 1

@@ -211,7 +211,9 @@ class Site:
         async def one(places: asyncio.Semaphore, path: str, body: Mapping[str, Any]) -> Reply:
             path, _, query = path.partition("?")
             async with places:
-                return await Call(self.app, "POST", path, json.dumps(body).encode(), headers, query=query).done()
+                call = Call(self.app, "POST", path, json.dumps(body).encode(), headers, query=query)
+                await call.task  # `run` bounds all of them together
+                return call.reply
 
         async def all_of() -> list[Reply]:
             places = asyncio.Semaphore(SMALL["max_requests"])
