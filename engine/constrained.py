@@ -280,19 +280,25 @@ def _terms(element: Element, controls: _Controls) -> str:
         case Word(barred):
             return f"/[^{_class(_WHITESPACE + barred)}]{{1,{_MAX_NAME}}}/"
         case Name(stop, barred, but):
-            return f"/{_name(_class(barred + stop[0]), but)}/ {_literal(stop, controls)}"
+            spaces = _WHITESPACE if but else ""  # around a name they would hide it
+            return f"/({_name(_class(spaces + barred + stop[0]), but)})/ {_literal(stop, controls)}"
         case Skip(stop):
             return f"/[^\\n{_class(stop[0])}]{{0,{_MAX_NAME}}}/ {_literal(stop, controls)}"
 
 
-def _name(barred: str, but: str) -> str:
-    """A regular expression for a name without characters of the class `barred`, other than `but`."""
-    char = f"[^{barred}]"
+def _name(barred: str, but: Sequence[str]) -> str:
+    """A regular expression for a name, without characters of the class `barred`, that is none of `but`."""
     if not but:
-        return f"{char}{{1,{_MAX_NAME}}}"
-    lengths = [f"{char}{{1,{len(but) - 1}}}", f"{char}{{{len(but) + 1},{_MAX_NAME}}}"]
-    differing = [f"{but[:at]}[^{barred}{_class(but[at])}]{char}{{{len(but) - at - 1}}}" for at in range(len(but))]
-    return f"({'|'.join([*lengths, *differing])})"
+        return f"[^{barred}]{{1,{_MAX_NAME}}}"
+    heads = sorted({name[0] for name in but if name})
+    options = [f"[^{barred}{_class(''.join(heads))}][^{barred}]{{0,{_MAX_NAME}}}"]
+    for head in heads:
+        tails = [name[1:] for name in but if name[:1] == head]
+        optional = "" if "" in tails else "?"
+        options.append(
+            f"{head}({_name(barred, tails)}){optional}" if any(tails) else f"{head}[^{barred}]{{1,{_MAX_NAME}}}"
+        )
+    return "|".join(options)
 
 
 def _literal(text: str, controls: _Controls) -> str:

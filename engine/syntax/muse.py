@@ -25,7 +25,8 @@ _TARGETS: Final = {"self": "reasoning", "user": "content", "commentary": "conten
 
 
 def layout(setup: Setup) -> Layout:
-    """Under a constraint, reasoning that was ended can't be addressed again before a call ("over", "next")."""
+    """Under a constraint, reasoning that was ended can't be addressed again before a call ("over", "next"), and nobody
+    who isn't shown the answer, since the output might end there."""
 
     def route(recipient: str) -> str:
         target = _TARGETS.get(recipient.strip(), "addressed" if setup.tools else "content")
@@ -42,7 +43,10 @@ def layout(setup: Setup) -> Layout:
         literal(MESSAGE, "reasoning"),
     )
     plain = "reasoning" if setup.structured else "content"
-    others = (Pattern((lit(" to=", "to="), Name(MESSAGE, barred="\n\r\t ", but="self"))),)
+
+    def but(*names: str) -> tuple[Pattern, ...]:
+        return (Pattern((lit(" to=", "to="), Name(MESSAGE, barred="\n\r\t ", but=names))),)
+
     over = ends("over", "next") if setup.structured else ends("between", "header")
 
     def header(openers: tuple[Pattern, ...]) -> State:
@@ -53,13 +57,13 @@ def layout(setup: Setup) -> Layout:
         return State("control", (*rules, *headers), otherwise=plain, openers=openers)
 
     states = {
-        "header": header(recipients),
+        "header": header(but("developer")),
         "reasoning": State("reasoning", over, reasoning=True),
         "content": State("text", over),
         "dropped": State("control", over),
         "between": between(ends("between", "header")),
         "over": between(over),
-        "next": header(others),
+        "next": header(but("developer", "self")),
         "answer": awaited(setup),
         "verbatim": State("text"),
         "addressed": State(

@@ -38,11 +38,11 @@ class Space:
 @dataclass(frozen=True, slots=True)
 class Name:
     """A captured name: everything before `stop`, which is consumed. Characters of `barred` can't be part of it. `but`:
-    the one name that may not be generated."""
+    names that may not be generated."""
 
     stop: str
     barred: str = "<>\n\r\t "
-    but: str = ""
+    but: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

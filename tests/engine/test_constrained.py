@@ -166,11 +166,21 @@ def test_a_call_may_stand_behind_the_whitespace(recipe: str) -> None:
     assert it.folded([*ids, *rest], OPENING[recipe]).calls == [("w", PARIS_JSON)]
 
 
-@pytest.mark.parametrize("name", ["w", "user", "sel", "selfish", "Self", "s.w"])
-def test_muse_may_address_anyone_but_itself_after_its_reasoning(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["w", "user", "s", "sel", "selfish", "Self", "s.w", "d", "develop", "developers", "ds"]
+)
+def test_muse_may_address_anyone_else_after_its_reasoning(name: str) -> None:
     it = rig("muse_spark")
     decoding, _ = thought(it)
     allowed(decoding, it.ids(f"{NEXT} to={name}<|message|>"))
+
+
+def test_muse_addresses_nobody_who_is_not_shown_the_answer() -> None:
+    it = rig("muse_spark")
+    assert refused(it.decoding("reasoning"), it.ids(" to=developer<|message|>"))
+    for name in ("self", "developer"):
+        decoding, _ = thought(it)
+        assert refused(decoding, it.ids(f"{NEXT} to={name}<|message|>"))
 
 
 def test_only_the_real_token_ends_reasoning() -> None:
