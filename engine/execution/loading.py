@@ -17,6 +17,7 @@ from engine.attention import choose
 from engine.attention.protocol import AttentionBackend, KvPool, Metadata, Needs, Query
 from engine.config import EngineConfig, Manifest
 from engine.execution.device import Device
+from engine.kernels import team
 from engine.models.errors import WeightsError
 from engine.models.layers import Precision
 from engine.models.tuning import tuned
@@ -114,5 +115,5 @@ def choose_precision(config: EngineConfig, manifest: Manifest, device: Device) -
     quantized = config.dtype == "auto" and manifest.format == "gguf" and on_cpu and config.weights_seed is None
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     residual = torch.float32 if on_cpu else dtype
-    precision = Precision(device.torch, dtype, quantized, invariant, residual)
+    precision = Precision(device.torch, dtype, quantized, invariant, residual, int8=quantized and not team.missing())
     return tuned(precision, manifest.config, device.cache_bytes) if quantized else precision

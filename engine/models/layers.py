@@ -7,7 +7,7 @@ Owns the choice of a linear's kernel from its weight and the numerics in force. 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +24,17 @@ from engine.models.weights import Weight, dense
 @dataclass(frozen=True, slots=True)
 class Precision:
     """How a model computes. `dtype`: of activations between kernels and of dense weights. `residual`: of the stream
-    that layers add to. `quantized`: quantised weights stay so. `invariant`: one kernel for every row count.
-    `dense_head`: the head is dense even where weights are quantised. `many`: in `fast`, how many rows take a dense
-    copy, and its dtype; `many_head` the same of the head."""
+    that layers add to. `quantized`: quantised weights stay so. `invariant`: one kernel for every row count. `int8`:
+    quantised weights go through our own products with activations of eight bits, the same for any rows. Without it,
+    `dense_head`: the head is dense even where weights are quantised; `many`: in `fast`, how many rows take a dense
+    copy, and its dtype; `many_head`: the same of the head."""
 
     device: torch.device
     dtype: torch.dtype
     quantized: bool
     invariant: bool
     residual: torch.dtype = torch.float32
+    int8: bool = False
     dense_head: bool = False
     many: Many | None = None
     many_head: Many | None = None
@@ -97,6 +99,26 @@ class QuantizedLinear:
         return out if self._bias is None else out + self._bias
 
 
+class Int8Linear:
+    """Our own product with activations of eight bits, and a bias. Takes and gives float32."""
+
+    row_multiple = 1
+
+    def __init__(self, weight: Grouped, bias: Tensor | None = None) -> None:
+        from engine.kernels import int8  # compiles at import, so only where it runs
+
+        self._multiply = int8.multiply
+        self._matrix = int8.pack(weight.codes, weight.scales, weight.zeros, weight.group, weight.bits)
+        self._bias, self.nbytes = bias, self._matrix.nbytes
+
+    def dtype(self, rows: int) -> torch.dtype:
+        return torch.float32
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self._multiply(x, self._matrix)
+        return out if self._bias is None else out + self._bias
+
+
 class RowsLinear:
     """Few rows through one kernel, many through another with the same effective weights."""
 
@@ -128,14 +150,15 @@ class StackedLinear:
         return torch.cat([part(x.to(part.dtype(x.shape[0]))).to(x.dtype) for part in self._parts], dim=1)
 
 
-AnyLinear = DenseLinear | PackedLinear | QuantizedLinear | RowsLinear | StackedLinear
+AnyLinear = DenseLinear | PackedLinear | QuantizedLinear | Int8Linear | RowsLinear | StackedLinear
 """`dtype(rows)`: what it takes and gives at that many rows. `row_multiple`: what rows must be padded to under invariant
 numerics. `nbytes`: what one row reads."""
 
 
 def linear(weights: list[Weight], precision: Precision, bias: Tensor | None = None, *, head: bool = False) -> AnyLinear:
     """The product with `weights` stacked along their rows, by the kernel that `precision` asks for."""
-    kept = [weight for weight in weights if isinstance(weight, Grouped) and quantized.packable(weight)]
+    packable = quantized.fits_int8 if precision.int8 else quantized.packable
+    kept = [weight for weight in weights if isinstance(weight, Grouped) and packable(weight)]
     if not precision.quantized or not kept or (head and precision.dense_head):
         stacked = torch.cat([dense(weight, precision.dtype).to(precision.device) for weight in weights])
         return _dense(stacked, precision, bias)
@@ -145,6 +168,8 @@ def linear(weights: list[Weight], precision: Precision, bias: Tensor | None = No
             torch.split(bias, [weight.shape[0] for weight in weights]) if bias is not None else [None] * len(weights)
         )
         return StackedLinear([linear([weight], precision, part) for weight, part in zip(weights, biases, strict=True)])
+    if precision.int8:
+        return Int8Linear(whole, None if bias is None else bias.float())
     many = precision.many_head if head else precision.many
     if many is None:
         return _quantized(whole, bias)
@@ -175,6 +200,19 @@ class RmsNorm:
         return (x * inverse).mul_(self._weight).to(dtype)
 
 
+class CompiledRmsNorm:
+    """The same in one pass of our own, for the activations of `Int8Linear`."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        from engine.kernels import rows  # compiles at import, so only where it runs
+
+        self._norm, self._weight, self._eps = rows.norm, weight.contiguous(), torch.tensor([eps])
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` float32 [..., width]."""
+        return self._norm(x.reshape(-1, x.shape[-1]), self._weight, self._eps).view(x.shape).to(dtype)
+
+
 class FusedRmsNorm:
     """The same in torch's one kernel, for devices where that is one."""
 
@@ -185,14 +223,30 @@ class FusedRmsNorm:
         return functional.rms_norm(x, self._shape, self._weight, self._eps).to(dtype)
 
 
-Norm = RmsNorm | FusedRmsNorm
+Norm = RmsNorm | CompiledRmsNorm | FusedRmsNorm
 
 
 def rms_norm(weight: Weight, eps: float, precision: Precision) -> Norm:
     """The norm of `weight` on the model's device."""
+    if precision.int8:
+        return CompiledRmsNorm(dense(weight, torch.float32), eps)
     if precision.device.type == "cpu":
         return RmsNorm(dense(weight, torch.float32), eps)
     return FusedRmsNorm(dense(weight, precision.residual).to(precision.device), eps)
+
+
+def swiglu(precision: Precision) -> Callable[[Tensor], Tensor]:
+    """silu(gate) * up of rows that hold gate before up."""
+    if precision.int8:
+        from engine.kernels import rows
+
+        return rows.swiglu
+    return _swiglu
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=1)
+    return functional.silu(gate).mul_(up)
 
 
 def rope_frequencies(config: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:

@@ -28,6 +28,7 @@ from engine.models.layers import (
     rope_frequencies,
     rotate_,
     share,
+    swiglu,
 )
 from engine.models.weights import Weight, WeightSource, columns, dense, rows
 from engine.parallel.collectives import Collectives
@@ -108,6 +109,7 @@ class Layer:
         self.gate_up = linear([part_of("gate"), part_of("up")], precision)
         down = source.get(prefix + "mlp.down_proj.weight", (shape.hidden, shape.intermediate))
         self.down = linear([columns(down, inner.start, inner.count)], precision)
+        self._gated = swiglu(precision)
 
         def norm(name: str, size: int) -> Norm:
             return rms_norm(source.get(prefix + name + ".weight", (size,)), shape.eps, precision)
@@ -145,8 +147,7 @@ class Layer:
         rotate_(projected[:, : -self._kv_heads], *rotation)
         mixed = attention.forward(projected[:, :heads], projected[:, heads:], index, metadata)
         x.add_(group.sum(self.output(mixed)))
-        gate, up = self.gate_up(self.between(x, dtype)).chunk(2, dim=1)
-        x.add_(group.sum(self.down(functional.silu(gate).mul_(up))))
+        x.add_(group.sum(self.down(self._gated(self.gate_up(self.between(x, dtype))))))
         return x
 
 

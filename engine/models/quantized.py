@@ -25,6 +25,11 @@ def packable(weight: Grouped) -> bool:
     return weight.group in KERNEL_GROUPS and weight.bits <= 8 and weight.shape[1] % weight.group == 0
 
 
+def fits_int8(weight: Grouped) -> bool:
+    """Whether our own products can compute with `weight`."""
+    return weight.group in (16, 32) and weight.bits <= 8 and weight.shape[1] % weight.group == 0
+
+
 def concatenated(parts: list[Grouped]) -> Grouped | None:
     """`parts` stacked along output rows, or None when their formats differ."""
     if len({(part.group, part.bits) for part in parts}) > 1:

@@ -34,6 +34,8 @@ def tuned(precision: Precision, config: Mapping[str, Any], cache_bytes: int) -> 
     A dense head reads twice what two int4 halves do, which costs nothing where it stays in the cache, and computes in
     half the time: under `invariant` that decides it.
     """
+    if precision.int8:
+        return precision
     if precision.invariant:
         return replace(precision, dense_head=cache_bytes >= 4 * int(config["vocab_size"]) * int(config["hidden_size"]))
     width = int(config["hidden_size"]) // 32 * 32

@@ -1,0 +1,82 @@
+"""Small row-wise passes between the products of a layer, each one call where torch takes several.
+
+All in float32, a row at a time in a fixed order, so that a row's result depends on nothing but itself. Import only
+where `team.missing()` is empty: compiles at import (seconds once, then from a cache).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, types
+from torch import Tensor
+
+from engine.kernels import team
+from engine.kernels.memory import CACHED, address, pointer, take
+
+_ALONE = 1 << 16
+"""Elements that one thread passes over sooner than several do."""
+
+
+@cfunc(types.void(types.voidptr), cache=CACHED, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+def _norm(raw: Any) -> None:
+    """Arguments: counter, chunk, rows, width, input, weight, output, address of epsilon (float32)."""
+    a = carray(raw, (8,), np.int64)
+    rows, width = a[2], a[3]
+    weight = carray(pointer(a[5]), (width,), np.float32)
+    epsilon = carray(pointer(a[7]), (1,), np.float32)[0]
+    while True:
+        first = take(address(raw), a[1])
+        if first >= rows:
+            return
+        for row in range(first, min(first + a[1], rows)):
+            x = carray(pointer(a[4] + 4 * row * width), (width,), np.float32)
+            out = carray(pointer(a[6] + 4 * row * width), (width,), np.float32)
+            squares = np.float32(0)
+            for index in range(width):
+                squares += x[index] * x[index]
+            inverse = np.float32(1) / np.sqrt(squares / np.float32(width) + epsilon)
+            for index in range(width):
+                out[index] = x[index] * inverse * weight[index]
+
+
+@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
+def _swiglu(raw: Any) -> None:
+    """Arguments: counter, chunk, rows, width, input of twice the width, output."""
+    a = carray(raw, (6,), np.int64)
+    rows, width = a[2], a[3]
+    while True:
+        first = take(address(raw), a[1])
+        if first >= rows:
+            return
+        for row in range(first, min(first + a[1], rows)):
+            x = carray(pointer(a[4] + 8 * row * width), (2, width), np.float32)
+            out = carray(pointer(a[5] + 4 * row * width), (width,), np.float32)
+            for index in range(width):
+                gate = x[0, index]
+                out[index] = gate / (np.float32(1) + np.exp(-gate)) * x[1, index]
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
+    """float32 [n, width] / sqrt(mean(x²) + epsilon) * weight; `weight` [width], `epsilon` [1], both float32."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _call(_norm.address, len(x), x.shape[1], x.data_ptr(), weight.data_ptr(), out.data_ptr(), epsilon.data_ptr())
+    return out
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """float32 [n, 2 * width] → silu(first half) * second half, [n, width]."""
+    x = x.contiguous()
+    out = torch.empty(len(x), x.shape[1] // 2)
+    _call(_swiglu.address, len(x), out.shape[1], x.data_ptr(), out.data_ptr())
+    return out
+
+
+def _call(function: int, count: int, width: int, *places: int) -> None:
+    threads = torch.get_num_threads() if count * width > _ALONE else 1
+    chunk = -(-count // (4 * threads))
+    team.run(function, threads, (ctypes.c_int64 * (4 + len(places)))(0, chunk, count, width, *places))

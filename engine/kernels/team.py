@@ -1,0 +1,56 @@
+"""Running compiled functions on torch's own threads.
+
+torch's thread pool on Linux is libgomp's; a parallel region started there from here uses the same threads, so nothing
+competes for cores. A region's work is dealt out in chunks, by a counter in its arguments, so that a thread that other
+processes disturb holds nobody up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import platform
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+_NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512_vnni")
+
+
+@cache
+def missing() -> str:
+    """Why compiled kernels can't run here; empty when they can."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"compiled kernels need Linux on x86_64, this is {platform.system()} on {platform.machine()}"
+    flags = re.search(r"^flags\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    lacking = sorted(set(_NEEDED) - set(flags.group(1).split() if flags else ()))
+    if lacking:
+        return f"this processor has no {', '.join(lacking)}"
+    if importlib.util.find_spec("numba") is None:
+        return "numba isn't installed"
+    return "" if _library() else "torch's threads aren't libgomp's"
+
+
+def run(function: int, threads: int, arguments: ctypes.Array[ctypes.c_int64]) -> None:
+    """Calls the compiled void(void *) at address `function` with `arguments` on `threads` threads at once; returns when
+    all are done. The first argument is the shared counter and must be zero."""
+    _parallel()(function, ctypes.addressof(arguments), threads, 0)
+
+
+@cache
+def _library() -> str:
+    """The libgomp that torch has loaded; empty without one."""
+    import torch  # loads it
+
+    assert torch.get_num_threads()
+    found = re.search(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())
+    return found.group(0) if found else ""
+
+
+@cache
+def _parallel() -> Callable[[int, int, int, int], None]:
+    function = ctypes.CDLL(_library()).GOMP_parallel
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    function.restype = None
+    return function

@@ -1,0 +1,212 @@
+"""The innermost loop of a quantised product, as LLVM instructions: some rows by sixteen outputs.
+
+One vector instruction (VNNI's vpdpbusd) multiplies 64 unsigned weight codes by 64 signed activations and adds them up
+by fours, exactly. An activation is two bytes, step * (high + low / 254): what that loses is far below what bfloat16
+would. out = sum over groups of scale * step * (codes · high + codes · low / 254) + zero * (sum of activations).
+
+A row's operations and their order are the same in every tile, so its result doesn't depend on how many rows there are.
+The compiled function's cache knows changes of this file alone, so all of it is here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.kernels.memory import CACHED, address, take
+
+LANES = 16
+"""Outputs of a tile."""
+FINE = 254
+"""Units of an activation's low byte in one of its high byte: half a unit is left over, and 127 units say it."""
+
+_I32, _I64, _FLOAT, _HALF = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.HalfType()
+_INTS, _FLOATS, _HALVES = (ir.VectorType(kind, LANES) for kind in (_I32, _FLOAT, _HALF))
+
+
+class _Emitter:
+    """Instructions on addresses that are plain 64-bit integers."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+        dot = ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
+        fma = ir.FunctionType(_FLOATS, [_FLOATS, _FLOATS, _FLOATS])
+        self._dot = cgutils.get_or_insert_function(builder.module, dot, "llvm.x86.avx512.vpdpbusd.512")
+        self._fma = cgutils.get_or_insert_function(builder.module, fma, "llvm.fma.v16f32")
+
+    def plus(self, base: Any, *terms: Any) -> Any:
+        for term in terms:
+            base = self.builder.add(base, ir.Constant(_I64, term) if isinstance(term, int) else term)
+        return base
+
+    def times(self, value: Any, factor: int) -> Any:
+        return self.builder.mul(value, ir.Constant(_I64, factor))
+
+    def place(self, address: Any, kind: Any) -> Any:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+    def load(self, address: Any, kind: Any, align: int) -> Any:
+        return self.builder.load(self.place(address, kind), align=align)
+
+    def spread(self, address: Any, kind: Any) -> Any:
+        """One value at `address` in every lane."""
+        vector = ir.VectorType(kind, LANES)
+        first = self.builder.insert_element(
+            ir.Constant(vector, ir.Undefined), self.load(address, kind, 4), ir.Constant(_I32, 0)
+        )
+        return self.builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
+
+    def codes(self, address: Any, steps: int, nibbles: bool) -> list[Any]:
+        """The group's codes, a vector of 16 outputs by 4 inputs a step. Nibbles: step i and step i + steps / 2 share a
+        byte, the earlier one below."""
+        if not nibbles:
+            return [self.load(self.plus(address, 64 * step), _INTS, 64) for step in range(steps)]
+        mask, four = ir.Constant(_INTS, [0x0F0F0F0F] * LANES), ir.Constant(_INTS, [4] * LANES)
+        pairs = [self.load(self.plus(address, 64 * step), _INTS, 64) for step in range(steps // 2)]
+        high = [self.builder.lshr(pair, four) for pair in pairs]
+        return [self.builder.and_(part, mask) for part in (*pairs, *high)]
+
+    def dot(self, codes: list[Any], address: Any) -> Any:
+        """float32 [16]: the codes times the activations (int8) at `address`."""
+        total = ir.Constant(_INTS, [0] * LANES)
+        for step, vector in enumerate(codes):
+            total = self.builder.call(self._dot, [total, vector, self.spread(self.plus(address, 4 * step), _I32)])
+        return self.builder.sitofp(total, _FLOATS)
+
+    def fma(self, left: Any, right: Any, added: Any) -> Any:
+        return self.builder.call(self._fma, [left, right, added])
+
+
+def code_bytes(group: int, nibbles: bool) -> int:
+    """Bytes of 16 outputs' codes of one group."""
+    return LANES * group // (2 if nibbles else 1)
+
+
+def group_bytes(group: int, nibbles: bool) -> int:
+    """Bytes of 16 outputs' codes of one group with their scales and zeros behind them, float16 both: what is read
+    together lies together."""
+    return code_bytes(group, nibbles) + 4 * LANES
+
+
+def tile(rows: int, group: int, nibbles: bool) -> Any:
+    """A function for numba code of eight addresses and sizes (int64): activations int8 [groups, high and low, inputs],
+    their steps and sums float32 by group, weights by group (see `group_bytes`), output float32, number of groups, bytes
+    from one row's activations to the next, and from one row's output to the next."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        activations, steps, sums, weights, out, groups, row, out_row = arguments
+        make = _Emitter(builder)
+        before = builder.block
+        loop, after = builder.append_basic_block("groups"), builder.append_basic_block("after")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        index = builder.phi(_I64)
+        index.add_incoming(ir.Constant(_I64, 0), before)
+        sofar = [builder.phi(_FLOATS) for _ in range(rows)]
+        here = make.plus(weights, make.times(index, group_bytes(group, nibbles)))
+        vectors = make.codes(here, group // 4, nibbles)
+        factors = make.plus(here, code_bytes(group, nibbles))
+        scale = builder.fpext(make.load(factors, _HALVES, 32), _FLOATS)
+        zero = builder.fpext(make.load(make.plus(factors, 2 * LANES), _HALVES, 32), _FLOATS)
+        totals = []
+        for number in range(rows):
+            shift = builder.mul(row, ir.Constant(_I64, number))
+            high = make.plus(activations, shift, make.times(index, 2 * group))
+            low = make.dot(vectors, make.plus(high, group))
+            product = make.fma(low, ir.Constant(_FLOATS, [1 / FINE] * LANES), make.dot(vectors, high))
+            place = make.plus(make.times(index, 4), make.times(make.times(groups, 4), number))
+            step, total = (make.spread(make.plus(base, place), _FLOAT) for base in (steps, sums))
+            totals.append(make.fma(zero, total, make.fma(builder.fmul(scale, step), product, sofar[number])))
+        following = make.plus(index, 1)
+        index.add_incoming(following, loop)
+        for old, new in zip(sofar, totals, strict=True):
+            old.add_incoming(ir.Constant(_FLOATS, [0.0] * LANES), before)
+            old.add_incoming(new, loop)
+        builder.cbranch(builder.icmp_signed("<", following, groups), loop, after)
+        builder.position_at_end(after)
+        for number, total in enumerate(totals):
+            address = make.plus(out, builder.mul(out_row, ir.Constant(_I64, number)))
+            builder.store(total, make.place(address, _FLOATS), align=4)
+        return context.get_dummy_value()
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def function(
+        typing: Any,
+        activations: Any,
+        steps: Any,
+        sums: Any,
+        weights: Any,
+        out: Any,
+        groups: Any,
+        row: Any,
+        out_row: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 8), emit
+
+    return function
+
+
+# Arguments of `multiply`, all int64.
+_COUNTER, _CHUNK, _BLOCKS, _ROWS, _DEPTH, _OUT_ROW, _KIND = range(7)
+_ACTIVATIONS, _STEPS, _SUMS, _WEIGHTS, _OUT = range(7, 12)
+
+
+def _block(group: int, nibbles: bool) -> Any:
+    """A function for numba code: all rows of sixteen outputs, as many at a time as registers hold."""
+    eight, four, two, one = (tile(rows, group, nibbles) for rows in (8, 4, 2, 1))
+    size = group_bytes(group, nibbles)
+
+    @njit  # type: ignore[untyped-decorator]
+    def block(a: Any, number: Any) -> None:
+        groups, out_row = a[_DEPTH], a[_OUT_ROW]
+        row, factors = 2 * groups * group, groups * 4
+        weights = a[_WEIGHTS] + number * groups * size
+        x, steps, sums, out = a[_ACTIVATIONS], a[_STEPS], a[_SUMS], a[_OUT] + number * 64
+        left = a[_ROWS]
+        while left > 0:
+            if left >= 8:
+                done = 8
+                eight(x, steps, sums, weights, out, groups, row, out_row)
+            elif left >= 4:
+                done = 4
+                four(x, steps, sums, weights, out, groups, row, out_row)
+            elif left >= 2:
+                done = 2
+                two(x, steps, sums, weights, out, groups, row, out_row)
+            else:
+                done = 1
+                one(x, steps, sums, weights, out, groups, row, out_row)
+            left -= done
+            x += done * row
+            steps += done * factors
+            sums += done * factors
+            out += done * out_row
+
+    return block
+
+
+_fine_nibbles, _fine_bytes = _block(16, True), _block(16, False)
+_coarse_nibbles, _coarse_bytes = _block(32, True), _block(32, False)
+
+
+@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
+def multiply(raw: Any) -> None:
+    a = carray(raw, (12,), np.int64)
+    while True:
+        first = take(address(raw), a[_CHUNK])
+        if first >= a[_BLOCKS]:
+            return
+        for number in range(first, min(first + a[_CHUNK], a[_BLOCKS])):
+            if a[_KIND] == 0:
+                _fine_bytes(a, number)
+            elif a[_KIND] == 1:
+                _fine_nibbles(a, number)
+            elif a[_KIND] == 2:
+                _coarse_bytes(a, number)
+            else:
+                _coarse_nibbles(a, number)
