@@ -235,28 +235,30 @@ _SPACES: Final[dict[int, tuple[TokensPort, tuple[int, ...]]]] = {}
 
 def _controls(tokens: TokensPort) -> _Controls:
     """The table's control tokens, longest first. Remembered for the last few tables."""
-    if id(tokens) not in _KNOWN:
-        if len(_KNOWN) >= 16:
-            _KNOWN.clear()
+    known = _KNOWN.get(id(tokens))
+    if known is None:
         found = [
             _Control(tokens.text(token), token, tokens.is_special(token))
             for token in range(tokens.vocab_size)
             if tokens.is_control(token)
         ]
-        _KNOWN[id(tokens)] = (tokens, tuple(sorted(found, key=lambda control: -len(control.text))))
-    return _KNOWN[id(tokens)][1]
+        known = (tokens, tuple(sorted(found, key=lambda control: -len(control.text))))
+        if len(_KNOWN) >= 16:
+            _KNOWN.clear()
+        _KNOWN[id(tokens)] = known
+    return known[1]
 
 
 def _spaces(tokens: TokensPort) -> tuple[int, ...]:
     """The table's tokens of nothing but whitespace. Remembered for the last few tables."""
-    if id(tokens) not in _SPACES:
+    known = _SPACES.get(id(tokens))
+    if known is None:
+        ids = range(tokens.vocab_size)
+        known = (tokens, tuple(n for n in ids if tokens.text(n).isspace() and not tokens.is_control(n)))
         if len(_SPACES) >= 16:
             _SPACES.clear()
-        found = tuple(
-            token for token in range(tokens.vocab_size) if tokens.text(token).isspace() and not tokens.is_control(token)
-        )
-        _SPACES[id(tokens)] = (tokens, found)
-    return _SPACES[id(tokens)][1]
+        _SPACES[id(tokens)] = known
+    return known[1]
 
 
 @lru_cache(maxsize=256)
