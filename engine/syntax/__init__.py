@@ -104,11 +104,13 @@ def _single_tokens(recipe: Recipe, tokens: Vocabulary) -> tuple[bool, bool]:
     """Whether reasoning opens and closes by one token each, so by that token alone. Remembered for the last tables."""
     if recipe.reasoning is None or not recipe.reasoning.single_token_close:
         return False, False
-    if id(tokens) not in _INDEXED:
+    entry = _INDEXED.get(id(tokens))
+    if entry is None:
+        entry = (tokens, {})
         if len(_INDEXED) >= 16:
             _INDEXED.clear()
-        _INDEXED[id(tokens)] = (tokens, {})
-    known = _INDEXED[id(tokens)][1]
+        _INDEXED[id(tokens)] = entry
+    known = entry[1]
     wanted = (recipe.reasoning.open, recipe.reasoning.close)
     if not all(text in known for text in wanted):
         texts = {tokens.text(token) for token in range(tokens.vocab_size)}
