@@ -85,6 +85,28 @@ def test_every_filter_matches_a_sorted_reference(scale: float, vocab: int) -> No
     assert got == [expected(logits[n], sampling, n) for n, sampling in enumerate(params)]
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        NEUTRAL,
+        replace(NEUTRAL, top_p=0.9),
+        replace(NEUTRAL, top_p=0.3),
+        replace(NEUTRAL, top_p=0.02),
+        replace(NEUTRAL, min_p=0.7),
+        replace(NEUTRAL, min_p=0.6, top_p=0.5),
+        replace(NEUTRAL, top_k=2000, top_p=0.6),
+        replace(NEUTRAL, top_k=1500, temperature=2.0),
+    ],
+)
+def test_races_over_flat_rows_have_the_references_winner(sampling: SamplingParams) -> None:
+    """Often the leader fails a filter, or the race must be run again."""
+    generator = torch.Generator().manual_seed(6)
+    logits = (torch.randn(150, 2500, generator=generator) / 5).round(decimals=2)
+    params = [replace(sampling, seed=n) for n in range(150)]
+    got = sample(logits, rows_of(params, 2500)).ids.tolist()
+    assert got == [expected(logits[n], each, n) for n, each in enumerate(params)]
+
+
 @pytest.mark.parametrize("vocab", [5, 300, 4000])
 @pytest.mark.parametrize("scale", [0.0, 0.1, 3.0])
 def test_the_accelerators_way_selects_the_same(vocab: int, scale: float) -> None:
