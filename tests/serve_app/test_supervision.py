@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.graph import ROOT, wait_until
+from tests.support.graph import PATIENCE_SECONDS, ROOT, wait_until
 
 SERVER = """
 import signal, subprocess, sys, time
@@ -45,26 +47,32 @@ def marked(mark: str) -> set[int]:
 
 
 @pytest.fixture
-def server() -> subprocess.Popen[str]:
+def server() -> Iterator[subprocess.Popen[str]]:
     mark = uuid.uuid4().hex
     env = {**os.environ, "SUPERVISION_TEST": mark}
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    assert len(marked(mark)) == 4
     process.args = mark
-    return process
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "up\n"
+        wait_until(lambda: len(marked(mark)) == 4)  # one that is just beginning has no environment to look at
+        yield process
+    finally:
+        for pid in marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(PATIENCE_SECONDS)
+        process.stdout.close()
 
 
 def gone(server: subprocess.Popen[str]) -> str:
     """What it printed; all of its processes have ended."""
     assert server.stdout is not None
     text = server.stdout.read()
-    server.stdout.close()
-    server.wait(20)
-    wait_until(lambda: not marked(str(server.args)), 20)
+    server.wait(PATIENCE_SECONDS)
+    wait_until(lambda: not marked(str(server.args)))
     return text
 
 
