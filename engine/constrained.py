@@ -250,11 +250,12 @@ def _controls(tokens: TokensPort) -> _Controls:
 
 
 def _spaces(tokens: TokensPort) -> tuple[int, ...]:
-    """The table's tokens of nothing but whitespace. Remembered for the last few tables."""
+    """The table's tokens of nothing but blanks, tabs and line breaks. Remembered for the last few tables."""
     known = _SPACES.get(id(tokens))
     if known is None:
         ids = range(tokens.vocab_size)
-        known = (tokens, tuple(n for n in ids if tokens.text(n).isspace() and not tokens.is_control(n)))
+        blank = [n for n in ids if tokens.text(n) and not tokens.text(n).strip(" \t\r\n")]
+        known = (tokens, tuple(n for n in blank if not tokens.is_control(n)))
         if len(_SPACES) >= 16:
             _SPACES.clear()
         _SPACES[id(tokens)] = known
