@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels import team
-from engine.kernels.memory import CACHED, address, pointer, take
+from engine.kernels.memory import CACHED, ROUND, address, pointer, take
 from engine.kernels.tiles import FINE, LANES, group_bytes
 from engine.kernels.tiles import multiply as _multiply
 
@@ -62,8 +62,8 @@ def _quantise(raw: Any) -> None:
                 total = np.int32(0)
                 for index in range(group):
                     units = x[index] * inverse
-                    whole = np.rint(units)
-                    rest = np.int32(np.rint((units - whole) * np.float32(FINE)))
+                    whole = (units + ROUND) - ROUND
+                    rest = np.int32(((units - whole) * np.float32(FINE) + ROUND) - ROUND)
                     high[index] = np.int32(whole)
                     low[index] = rest
                     total += FINE * np.int32(whole) + rest

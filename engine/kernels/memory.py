@@ -1,4 +1,4 @@
-"""What compiled functions need beside arithmetic: addresses as numbers, and a counter that threads share."""
+"""What compiled functions need beside arithmetic: addresses and bits as numbers, and a counter that threads share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 CACHED = any(os.access(place, os.W_OK) for place in (Path(__file__).parent, os.path.expanduser("~")))
 """Whether compiled functions can be kept: beside the sources, else in the user's cache. numba fails without either."""
+
+ROUND = np.float32(1.5 * 2**23)
+"""A float32 so great that adding it leaves no room for a fraction; subtracting it again has rounded, as vector code."""
 
 _I64 = ir.IntType(64)
 
@@ -45,3 +49,13 @@ def take(typing: Any, counter: Any, count: Any) -> Any:
         return builder.atomic_rmw("add", place, arguments[1], "monotonic")
 
     return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float_of(typing: Any, bits: Any) -> Any:
+    """The float32 that int32 `bits` are."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), emit

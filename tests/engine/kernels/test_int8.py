@@ -96,3 +96,13 @@ def test_small_passes_equal_torch(count: int) -> None:
     one = torch.cat([rows.norm(row[None], weight, torch.tensor([1e-5])) for row in x])
     assert torch.equal(one, rows.norm(x, weight, torch.tensor([1e-5])))
     assert torch.equal(torch.cat([rows.swiglu(row[None]) for row in x]), rows.swiglu(x))
+
+
+def test_gates_of_any_size() -> None:
+    gate = torch.tensor([0.0, -0.0, 1e-30, 20.0, -20.0, 87.5, -87.5, 1e4, -1e4, 3e38, -3e38, torch.inf, torch.nan])
+    up = torch.full_like(gate, 1.5)
+    found, exact = rows.swiglu(torch.cat((gate, up))[None])[0], functional.silu(gate) * up
+    assert torch.allclose(found, exact, rtol=1e-6, atol=1e-30, equal_nan=True), (found, exact)
+    x = torch.linspace(-30, 30, 4096)
+    found = rows.swiglu(torch.cat((x, torch.ones_like(x)))[None])[0]
+    assert torch.allclose(found.double(), x.double() * torch.sigmoid(x.double()), rtol=1e-6, atol=0)
