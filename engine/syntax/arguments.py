@@ -21,6 +21,11 @@ ORDER: Final = ("null", "integer", "number", "boolean", "object", "array", "stri
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,4000}\Z")
 _NUMBER: Final = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
 _MAX_ALTERNATIVES: Final = 256
+_ESCAPE: Final = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+"""An escape of JSON: a pair of surrogates, a lone one (the group), or any other."""
+_REPLACED: Final = r"\ufffd"
 
 
 class Malformed(ValueError):
@@ -145,9 +150,27 @@ def json_object(text: str, name: str) -> dict[str, Any]:
 def json_value(text: str, name: str) -> Any:
     """The value that `text` is in JSON. Raises Malformed otherwise."""
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return loads(text)
     except (ValueError, RecursionError) as error:
         raise Malformed(f"the arguments of the call to {name!r} are not valid JSON: {error}") from error
+
+
+def loads(text: str, **options: Any) -> Any:
+    """json.loads of what every reader of the arguments can read: no NaN and no infinity, not even as a number beyond
+    all doubles. Raises ValueError and RecursionError."""
+    return json.loads(paired(text), parse_float=_finite, parse_constant=_no_constant, **options)
+
+
+def paired(text: str) -> str:
+    """A JSON text with its escapes of lone surrogates, which no UTF-8 has, as U+FFFD."""
+    return _ESCAPE.sub(lambda found: _REPLACED if found[1] else found[0], text) if "\\u" in text else text
+
+
+def _finite(word: str) -> float:
+    value = float(word)
+    if math.isinf(value):
+        raise ValueError(f"{word:.40} is beyond all numbers")
+    return value
 
 
 def _no_constant(word: str) -> Any:
@@ -173,7 +196,7 @@ def _as(kind: str, text: str) -> tuple[bool, Any]:
     if kind == "string":
         return True, text
     try:
-        loaded = json.loads(word, parse_constant=_no_constant)
+        loaded = loads(word)
     except (ValueError, RecursionError):
         return False, None
     return isinstance(loaded, dict if kind == "object" else list), loaded

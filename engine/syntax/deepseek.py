@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
-from engine.syntax.arguments import MAX_ARGUMENT_BYTES, Malformed, bounded
+from engine.syntax.arguments import MAX_ARGUMENT_BYTES, Malformed, bounded, loads, paired
 from engine.syntax.machine import Phase
 from engine.syntax.patterns import Name, Pattern, Space, lit
 from engine.syntax.piece import CallCompleted, CallStarted, Piece, Segment, SyntaxEvent, SyntaxFailure
@@ -329,8 +329,9 @@ class _OpenCall:
         return None
 
     def _checked(self, text: str) -> str:
+        text = paired(text)
         try:
-            value = json.loads(text, object_pairs_hook=_Pairs, parse_constant=_no_constant)
+            value = loads(text, object_pairs_hook=_Pairs)
         except (ValueError, RecursionError) as error:
             raise Malformed(f"the arguments of the call to {self.name!r} are not valid JSON: {error}") from error
         if not isinstance(value, _Pairs):
@@ -399,7 +400,3 @@ def official() -> Any:
     except ImportError as error:
         raise RuntimeError(EXTRA_MISSING) from error
     return deepseek_recipe
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")

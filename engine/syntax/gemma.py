@@ -5,10 +5,9 @@ The opener always starts a call. Keys are bare, strings stand between `<|"|>` wi
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
-from engine.syntax.arguments import Malformed, Node, Schemas, convert, object_json
+from engine.syntax.arguments import Malformed, Node, Schemas, convert, loads, object_json
 from engine.syntax.patterns import Name, Pattern, Space, lit
 from engine.syntax.states import CallForm, Layout, Rule, Setup, standard
 
@@ -104,7 +103,7 @@ class _Reader:
         if not word:
             raise self._malformed("has an empty value")
         try:
-            return json.loads(word, parse_constant=str)
+            return loads(word)
         except ValueError:
             return convert(word, node)
 

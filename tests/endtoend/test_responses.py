@@ -41,6 +41,7 @@ TURNS = (
     turn("Hm.\n", CLOSE, "\n\n", *call("apply_patch", input=PATCH), when="Mend it."),
     turn("Hm.\n", CLOSE, "\n\nHere.", *call("apply_patch", input="please mend it"), when="Beg for it."),
     turn("Hm.\n", CLOSE, "\n\n", *call("fs__read"), *call("fs__write"), when="Read it."),
+    turn("Hm.\n", CLOSE, "\n\n", *call("note", o=r'{"a": "\ud83d", "b": 18446744073709551616}'), when="Escape it."),
     turn("Hm.\n", CLOSE, "\n\nSay", spelled(" </think>"), " twice.", when="Spell it."),
     turn("Hm.\n", CLOSE, "\n\n", spelled("é🙂"), "!", when="Smile."),
     turn("Hm.\n", CLOSE, "\n\n", times(50, " the"), when="Go on."),
@@ -161,6 +162,17 @@ def test_namespaces_come_back_on_declared_calls(site: Site) -> None:
     calls = [item for item in respond(site, "Read it.", tools=[SPACE])["output"] if item["type"] == "function_call"]
     assert [(item["name"], item.get("namespace")) for item in calls] == [("read", "fs"), ("fs__write", None)]
     assert len({item["call_id"] for item in calls}) == 2
+
+
+def test_arguments_are_what_every_reader_of_json_takes(site: Site) -> None:
+    """A lone surrogate, which a model may write as an escape, can't be sent as it is."""
+    schema = {"type": "object", "properties": {"o": {"type": "object"}}}
+    tool = {"type": "function", "name": "note", "parameters": schema}
+    for found in (
+        respond(site, "Escape it.", tools=[tool]),
+        stream(site, "Escape it.", tools=[tool]).frames[-1]["response"],
+    ):
+        assert json.loads(found["output"][-1]["arguments"]) == {"o": {"a": "\ufffd", "b": 2**64}}
 
 
 # Endings and life cycle

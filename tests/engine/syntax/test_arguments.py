@@ -14,7 +14,10 @@ from engine.syntax.arguments import (
     bounded,
     convert,
     json_object,
+    json_value,
+    loads,
     object_json,
+    paired,
 )
 from engine.types.conversation import ToolDefinition
 
@@ -108,3 +111,27 @@ def test_arguments_are_bounded() -> None:
         bounded("x" * (MAX_ARGUMENT_BYTES + 1))
     with pytest.raises(Malformed, match="exceed"):
         object_json({"a": "é" * (MAX_ARGUMENT_BYTES // 2)})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r'"a\ud83d b"', "a\ufffd b"),
+        (r'"\ude00"', "\ufffd"),
+        (r'"\ud83d\ude00"', "😀"),
+        (r'"\ud83d\ud83d\ude00"', "\ufffd😀"),
+        (r'"\\ud83d"', r"\ud83d"),
+        (r'{"\ud83d": ["\n\u0000"]}', {"\ufffd": ["\n\0"]}),
+    ],
+)
+def test_lone_surrogates_are_replaced(text: str, value: Any) -> None:
+    """A model may write their escapes, which no reader of UTF-8 takes."""
+    assert loads(text) == value
+    assert loads(paired(text)) == value
+
+
+@pytest.mark.parametrize("text", ["NaN", "[-Infinity]", "1e400", '{"a": -1e999}'])
+def test_what_is_no_finite_number_is_no_json(text: str) -> None:
+    with pytest.raises(Malformed):
+        json_value(text, "tool")
+    assert loads("1e308") == 1e308
