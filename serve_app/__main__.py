@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import logging
 import re
 import shutil
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from serve_app.app import Target
     from serve_app.startup import Startup
 
-READY_SECONDS = 60.0
+READY_SECONDS = 120.0
 FAILED, REFUSED = 1, 2
 
 
@@ -200,7 +201,7 @@ def cause(message: str) -> str:
 
 
 def _wait_until_ready(settings: Settings, stop: threading.Event) -> str:
-    """The server's URL once /health answers through the proxy."""
+    """The server's URL once it is healthy through the proxy, and an engine has told what model cards say of it."""
     server = settings.server
     host = "127.0.0.1" if server.host in ("0.0.0.0", "::", "localhost") else server.host
     url = f"http://{host}:{server.port}"
@@ -209,13 +210,16 @@ def _wait_until_ready(settings: Settings, stop: threading.Event) -> str:
     while not stop.is_set():
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return url
+                problem = "no engine has reported"
+            with urllib.request.urlopen(f"{url}/metrics?format=json", timeout=2) as answer:
+                if json.load(answer)["engine_replicas"]:
+                    return url
         except urllib.error.HTTPError as error:
             problem = f"{error.code} {error.read(500).decode(errors='replace')}"
         except OSError as error:
             problem = str(error)
         if time.monotonic() > deadline:
-            raise StartFailed(f"{url}/health is not healthy after {READY_SECONDS:.0f} s: {problem}")
+            raise StartFailed(f"{url} is not healthy after {READY_SECONDS:.0f} s: {problem}")
         stop.wait(0.1)
     return url
 
