@@ -78,6 +78,26 @@ def _swiglu(raw: Any) -> None:
                 out[index] = gate / (np.float32(1) + _exp(-gate)) * x[1, index]
 
 
+@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
+def _rotate(raw: Any) -> None:
+    """Arguments: counter, chunk, rows, floats of a row, heads, half a head, input and output, cosines, signed sines."""
+    a = carray(raw, (9,), np.int64)
+    heads, half = a[4], a[5]
+    while True:
+        first = take(address(raw), a[1])
+        if first >= a[2]:
+            return
+        for row in range(first, min(first + a[1], a[2])):
+            x = carray(pointer(a[6] + 4 * row * a[3]), (heads, 2, half), np.float32)
+            cos = carray(pointer(a[7] + 8 * row * half), (2, half), np.float32)
+            sin = carray(pointer(a[8] + 8 * row * half), (2, half), np.float32)
+            for head in range(heads):
+                for index in range(half):
+                    left, right = x[head, 0, index], x[head, 1, index]
+                    x[head, 0, index] = left * cos[0, index] + right * sin[0, index]
+                    x[head, 1, index] = right * cos[1, index] + left * sin[1, index]
+
+
 def norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     """float32 [n, width] / sqrt(mean(x²) + epsilon) * weight; `weight` [width], `epsilon` [1], both float32."""
     x = x.contiguous()
@@ -92,6 +112,19 @@ def swiglu(x: Tensor) -> Tensor:
     out = torch.empty(len(x), x.shape[1] // 2)
     _call(_swiglu.address, len(x), out.shape[1], x.data_ptr(), out.data_ptr())
     return out
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates float32 `x` [n, heads, dim] in place, whose heads lie without gaps: x * cos + (second half, first half) *
+    signed sin; `cos`, `sin` [n, 1, dim]."""
+    if x.stride()[1:] != (x.shape[2], 1):
+        raise ValueError(f"heads of strides {x.stride()} don't lie without gaps")
+    cos, sin = cos.contiguous(), sin.contiguous()
+    threads = torch.get_num_threads() if x.numel() > _ALONE else 1
+    numbers = (len(x), x.stride(0), x.shape[1], x.shape[2] // 2, x.data_ptr(), cos.data_ptr(), sin.data_ptr())
+    arguments = (ctypes.c_int64 * 9)(0, -(-len(x) // (4 * threads)), *numbers)
+    team.run(_rotate.address, threads, arguments)
+    return x
 
 
 def _call(function: int, count: int, width: int, *places: int) -> None:

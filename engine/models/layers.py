@@ -59,7 +59,7 @@ class DenseLinear:
         return self.weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return functional.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 class PackedLinear:
@@ -76,6 +76,7 @@ class PackedLinear:
         return self._dtype
 
     def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(self._dtype)  # a neighbour of another format may give another
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], None)
         return result
 
@@ -93,6 +94,7 @@ class QuantizedLinear:
         return torch.bfloat16
 
     def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(torch.bfloat16)
         out = self._first(x)
         for part in self._rest:
             out = out + part(x)
@@ -115,7 +117,7 @@ class Int8Linear:
         return torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self._multiply(x, self._matrix)
+        out = self._multiply(x.float(), self._matrix)
         return out if self._bias is None else out + self._bias
 
 
@@ -236,11 +238,11 @@ def rms_norm(weight: Weight, eps: float, precision: Precision) -> Norm:
 
 
 def swiglu(precision: Precision) -> Callable[[Tensor], Tensor]:
-    """silu(gate) * up of rows that hold gate before up."""
+    """silu(gate) * up of rows that hold gate before up; compiled where they are float32 on the CPU."""
     if precision.int8:
         from engine.kernels import rows
 
-        return rows.swiglu
+        return lambda x: rows.swiglu(x) if x.dtype == torch.float32 else _swiglu(x)
     return _swiglu
 
 
@@ -292,6 +294,15 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates `x` [n, heads, dim] in place: x * cos + (second half, first half) * signed sin."""
     swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)  # type: ignore[no-untyped-call]
     return x.mul_(cos).addcmul_(swapped, sin)
+
+
+def rotation(precision: Precision) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`rotate_`, compiled where activations are float32 on the CPU anyway."""
+    if precision.int8:
+        from engine.kernels import rows
+
+        return lambda x, cos, sin: (rows.rotate_ if x.dtype == torch.float32 else rotate_)(x, cos, sin)
+    return rotate_
 
 
 @dataclass(frozen=True, slots=True)

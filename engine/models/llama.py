@@ -26,7 +26,7 @@ from engine.models.layers import (
     linear,
     rms_norm,
     rope_frequencies,
-    rotate_,
+    rotation,
     share,
     swiglu,
 )
@@ -109,7 +109,7 @@ class Layer:
         self.gate_up = linear([part_of("gate"), part_of("up")], precision)
         down = source.get(prefix + "mlp.down_proj.weight", (shape.hidden, shape.intermediate))
         self.down = linear([columns(down, inner.start, inner.count)], precision)
-        self._gated = swiglu(precision)
+        self._gated, self._rotate = swiglu(precision), rotation(precision)
 
         def norm(name: str, size: int) -> Norm:
             return rms_norm(source.get(prefix + name + ".weight", (size,)), shape.eps, precision)
@@ -130,13 +130,13 @@ class Layer:
         self,
         x: Tensor,
         index: int,
-        rotation: tuple[Tensor, Tensor],
+        angles: tuple[Tensor, Tensor],
         attention: AttentionBackend,
         metadata: Metadata,
         group: Collectives,
     ) -> Tensor:
-        """Adds this layer to the residual stream `x` [n, hidden], in place. `rotation` has the kernels' dtype."""
-        dtype, heads = rotation[0].dtype, self._heads
+        """Adds this layer to the residual stream `x` [n, hidden], in place. `angles` have the kernels' dtype."""
+        dtype, heads = angles[0].dtype, self._heads
         projected = self.qkv(self.before(x, dtype)).view(len(x), -1, self._dim)
         if self.query_norm is not None and self.key_norm is not None:
             for part, norm in (
@@ -144,7 +144,7 @@ class Layer:
                 (projected[:, heads : -self._kv_heads], self.key_norm),
             ):
                 part.copy_(norm(part, dtype))
-        rotate_(projected[:, : -self._kv_heads], *rotation)
+        self._rotate(projected[:, : -self._kv_heads], *angles)
         mixed = attention.forward(projected[:, :heads], projected[:, heads:], index, metadata)
         x.add_(group.sum(self.output(mixed)))
         x.add_(group.sum(self.down(self._gated(self.gate_up(self.between(x, dtype))))))
@@ -198,9 +198,9 @@ class Llama:
     def forward(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, metadata: Metadata) -> Tensor:
         """Hidden rows [n, hidden] of token `ids` at `positions`, both int64 [n], before the last norm."""
         x = functional.embedding(ids, self._embedding).to(self.precision.residual)
-        rotation = self._rope.at(positions, self.layers[0].qkv.dtype(len(ids)))
+        angles = self._rope.at(positions, self.layers[0].qkv.dtype(len(ids)))
         for index, layer in enumerate(self.layers):
-            x = layer(x, index, rotation, attention, metadata, self._group)
+            x = layer(x, index, angles, attention, metadata, self._group)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ if team.missing():
     pytest.skip(team.missing(), allow_module_level=True)
 
 from engine.kernels import int8, rows
+from engine.models.layers import Rope, rotate_
 
 WIDTH = 192
 
@@ -96,6 +97,21 @@ def test_small_passes_equal_torch(count: int) -> None:
     one = torch.cat([rows.norm(row[None], weight, torch.tensor([1e-5])) for row in x])
     assert torch.equal(one, rows.norm(x, weight, torch.tensor([1e-5])))
     assert torch.equal(torch.cat([rows.swiglu(row[None]) for row in x]), rows.swiglu(x))
+
+
+@pytest.mark.parametrize("count", [1, 5, 300])
+def test_rotation_equals_torch(count: int) -> None:
+    """Of some heads of wider rows, which leave the others alone."""
+    torch.set_num_threads(2)
+    x = torch.randn(count, 15, 64)
+    cos, sin = Rope(torch.rand(32), 400, torch.device("cpu")).at(torch.arange(count) + 7, torch.float32)
+    exact = x.clone()
+    rotate_(exact[:, :12], cos, sin)
+    rows.rotate_(x[:, :12], cos, sin)
+    assert torch.allclose(x, exact, atol=2e-6)
+    assert torch.equal(x[:, 12:], exact[:, 12:])
+    with pytest.raises(ValueError, match="gaps"):
+        rows.rotate_(x.transpose(1, 2), cos, sin)
 
 
 def test_gates_of_any_size() -> None:

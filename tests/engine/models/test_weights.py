@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.kernels import team
 from engine.models import quantized
 from engine.models.gguf import QUANTIZED, Grouped, read_gguf
 from engine.models.layers import Precision, linear
@@ -21,6 +22,7 @@ from engine.models.weights import (
     DummySource,
     GgufSource,
     SafetensorsSource,
+    Weight,
     WeightsError,
     columns,
     dense,
@@ -137,13 +139,25 @@ def test_packed_products_are_within_their_scales_rounding(bits: int, count: int)
     assert (quantized.effective(weight) - true).abs().max() < 2**-7 * true.abs().max()
 
 
-def test_unlike_formats_stand_side_by_side() -> None:
-    parts = [grouped(16, 64, 4), grouped(16, 64, 6, group=16), grouped(32, 64, 8)]
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_unlike_formats_stand_side_by_side(int8: bool, dtype: torch.dtype) -> None:
+    """Quantised in several ways and not at all, whatever dtype a neighbour gives."""
+    if int8 and team.missing():
+        pytest.skip(team.missing())
+    plain = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
+    parts: list[Weight] = [grouped(16, 64, 4), grouped(16, 64, 6, group=16), plain, grouped(32, 64, 8)]
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    bias = torch.arange(64).float()
-    found = linear(list(parts), Precision(torch.device("cpu"), torch.bfloat16, True, True), bias)(x)
+    bias = torch.arange(80).float()
+    precision = Precision(torch.device("cpu"), torch.bfloat16, True, True, int8=int8)
     exact = x.float() @ torch.cat([dense(part, torch.float32) for part in parts]).t() + bias
-    assert (found.float() - exact).abs().max() < 0.02 * exact.abs().max()
+    for order in (parts, parts[::-1]):
+        wanted = (
+            exact if order is parts else torch.cat([exact[:, 48:], exact[:, 32:48], exact[:, 16:32], exact[:, :16]], 1)
+        )
+        biases = bias if order is parts else torch.cat([bias[48:], bias[32:48], bias[16:32], bias[:16]])
+        found = linear(list(order), precision, biases)(x.to(dtype))
+        assert (found.float() - wanted).abs().max() < 0.02 * exact.abs().max()
 
 
 def test_a_shard_index_names_its_files(tmp_path: Path) -> None:
