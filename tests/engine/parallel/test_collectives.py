@@ -20,6 +20,8 @@ from tests.support.smollm2 import smollm2
 from tests.support.tiny_models import SAMPLED, Captured, Driver, checkpoint, engine_config, tokens
 
 PROMPTS = [tokens(50), tokens(33, seed=9)]
+PATIENCE = 240.0
+"""Seconds that loading models in several processes may take on a busy machine."""
 Found = tuple[list[list[int]], torch.Tensor]
 
 
@@ -55,7 +57,7 @@ def ranks(size: int, models: list[Manifest], directory: Path, **changes: Any) ->
         process.start()
         sender.close()
         started.append((process, receiver))
-    found = [[receiver.recv() for _ in models if receiver.poll(100)] for _, receiver in started]
+    found = [[receiver.recv() for _ in models if receiver.poll(PATIENCE)] for _, receiver in started]
     for process, receiver in started:
         process.join(10)
         receiver.close()
