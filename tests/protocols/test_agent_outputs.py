@@ -57,7 +57,7 @@ def model_of(recipe: str, directory: Path) -> PreparedModel:
 
 
 def damaged(recipe: str, rng: random.Random) -> str:
-    """An output of the family with values and pieces of it replaced by others, and perhaps a call to a freeform tool."""
+    """An output of the family with values and pieces of it replaced, perhaps as a call to a freeform tool."""
     texts = [output.text for output in OUTPUTS if output.recipe == recipe]
     text = rng.choice(texts)
     for value in ("Paris", "3"):
