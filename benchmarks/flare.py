@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 import threading
@@ -63,6 +64,7 @@ class FlareContender:
             self.settings |= {"context": engine["max_model_len"], "prefill_chunk": 4096, "step_tokens": 8192}
 
     def run(self, workload: Workload, repeats: list[list[Request]]) -> list[dict[str, float | None]]:
+        gc.collect()  # the engine before it may still hold its memory
         widest = max(len(requests) for requests in repeats)
         slots = min(widest, 256)
         config = EngineConfig(self.prepared, max_requests=slots, queue=max(widest, 256), **self.settings)

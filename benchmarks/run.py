@@ -22,7 +22,12 @@ from benchmarks.flare import FlareContender
 from benchmarks.machine import describe
 from benchmarks.workloads import HERE, Request, Workload, load, summarise
 
-PEERS = {"transformers": "transformers_peer.py", "llama.cpp": "llama_cpp_peer.py", "vllm": "vllm_peer.py"}
+PEERS = {
+    "transformers": "transformers_peer.py",
+    "llama.cpp": "llama_cpp_peer.py",
+    "vllm": "vllm_peer.py",
+    "vllm-cpu": "vllm_peer.py",
+}
 Figures = list[dict[str, float]]
 Contender = Callable[[Workload, list[list[Request]]], list[dict[str, float | None]]]
 
@@ -109,9 +114,9 @@ def main() -> None:
         print(name, workloads[name].spec["what"])
         for contender, figures in report["results"][name].items():
             print("  ", contender.ljust(20), json.dumps(figures), flush=True)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
+        if args.out:  # after each workload: a long run that is ended has not been for nothing
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

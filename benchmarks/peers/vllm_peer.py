@@ -21,7 +21,12 @@ def checkpoint(job: dict[str, Any]) -> tuple[str, str]:
 
     folder = Path(tempfile.mkdtemp())
     path, file = job["gguf"]
-    AutoModelForCausalLM.from_pretrained(path, gguf_file=file, dtype=torch.bfloat16).save_pretrained(folder)
+    read = AutoModelForCausalLM.from_pretrained(path, gguf_file=file, dtype=torch.bfloat16)
+    if hasattr(read.config, "quantization_config"):  # of the file, not of these weights; saving refuses it
+        del read.config.quantization_config
+    plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
+    plain.load_state_dict(read.state_dict())
+    plain.save_pretrained(folder)
     return str(folder), "auto"
 
 
