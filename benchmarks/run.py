@@ -58,7 +58,11 @@ def peer(name: str, python: str, model: dict[str, Any], threads: int) -> Contend
         done = subprocess.run([python, str(script)], input=json.dumps(job), capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{name}: {done.stderr.strip().splitlines()[-1:]}")
-        result: list[dict[str, float | None]] = json.loads(done.stdout.strip().splitlines()[-1])
+        # Engines log to standard output too, even as they end.
+        lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
+        if not lines:
+            raise RuntimeError(f"{name}: printed no figures")
+        result: list[dict[str, float | None]] = json.loads(lines[-1])
         return result
 
     return run
