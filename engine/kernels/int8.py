@@ -73,10 +73,11 @@ def _quantise(raw: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix laid out for the tiles: uint8 [blocks of 16 outputs, groups, bytes of a group], see `pack`. `rows`,
-    `width`: outputs, inputs."""
+    """A matrix laid out for the tiles: uint8 [blocks of 16 outputs, groups, bytes of a group], see `pack`, and where it
+    lies. `rows`, `width`: outputs, inputs."""
 
     data: NDArray[np.uint8]
+    address: int
     rows: int
     width: int
     group: int
@@ -108,7 +109,7 @@ def pack(
     data = _aligned((blocks, groups, group_bytes(group, nibbles)))
     data[:, :, : -4 * LANES] = steps.reshape(blocks, groups, -1)
     data[:, :, -4 * LANES :] = factors.view(np.uint8)
-    return Matrix(data, rows, width, group, nibbles)
+    return Matrix(data, data.ctypes.data, rows, width, group, nibbles)
 
 
 def multiply(x: Tensor, matrix: Matrix) -> Tensor:
@@ -117,19 +118,16 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
     count, threads = len(x), torch.get_num_threads()
     groups = matrix.width // matrix.group
     activations = torch.empty(count, 2 * matrix.width, dtype=torch.int8)
-    steps, sums = torch.empty(2, count, groups).unbind(0)
+    factors = torch.empty(2, count, groups)
+    rounded = activations.data_ptr(), factors.data_ptr(), factors.data_ptr() + 4 * count * groups
     shared = threads if count >= _SHARED_ROWS else 1
-    _call(
-        _quantise.address, shared, 0, -(-count // (shared * _CHUNKS)), count, groups, matrix.group,
-        x.data_ptr(), activations.data_ptr(), steps.data_ptr(), sums.data_ptr(),
-    )  # fmt: skip
+    chunk = -(-count // (shared * _CHUNKS))
+    _call(_quantise.address, shared, 0, chunk, count, groups, matrix.group, x.data_ptr(), *rounded)
     blocks = len(matrix.data)
     out = torch.empty(count, blocks * LANES)
-    _call(
-        _multiply.address, threads, 0, -(-blocks // (threads * _CHUNKS)), blocks, count, groups, 4 * blocks * LANES,
-        2 * (matrix.group == 32) + matrix.nibbles, activations.data_ptr(), steps.data_ptr(), sums.data_ptr(),
-        matrix.data.ctypes.data, out.data_ptr(),
-    )  # fmt: skip
+    chunk, kind = -(-blocks // (threads * _CHUNKS)), 2 * (matrix.group == 32) + matrix.nibbles
+    sizes = blocks, count, groups, 4 * blocks * LANES, kind
+    _call(_multiply.address, threads, 0, chunk, *sizes, *rounded, matrix.address, out.data_ptr())
     return out if out.shape[1] == matrix.rows else out[:, : matrix.rows]
 
 

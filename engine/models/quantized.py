@@ -16,6 +16,8 @@ from torch.nn import functional
 from engine.models.gguf import Grouped
 
 KERNEL_GROUPS = (32, 64, 128, 256)
+_HALF = 65504.0
+"""The greatest float16."""
 _ROWS = 16
 """The kernel's output width is a multiple of this; rows are padded to it."""
 
@@ -26,8 +28,9 @@ def packable(weight: Grouped) -> bool:
 
 
 def fits_int8(weight: Grouped) -> bool:
-    """Whether our own products can compute with `weight`."""
-    return weight.group in (16, 32) and weight.bits <= 8 and weight.shape[1] % weight.group == 0
+    """Whether our own products can compute with `weight`: they keep scales and zeros as float16."""
+    regular = weight.group in (16, 32) and weight.bits <= 8 and weight.shape[1] % weight.group == 0
+    return regular and all(float(np.abs(part).max(initial=0.0)) < _HALF for part in (weight.scales, weight.zeros))
 
 
 def concatenated(parts: list[Grouped]) -> Grouped | None:

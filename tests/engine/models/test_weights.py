@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,14 @@ def test_unlike_formats_stand_side_by_side(int8: bool, dtype: torch.dtype) -> No
         biases = bias if order is parts else torch.cat([bias[48:], bias[32:48], bias[16:32], bias[:16]])
         found = linear(list(order), precision, biases)(x.to(dtype))
         assert (found.float() - wanted).abs().max() < 0.02 * exact.abs().max()
+
+
+def test_scales_beyond_float16_stay_out_of_our_products() -> None:
+    small = grouped(16, 64, 4)
+    large = replace(small, zeros=small.zeros * np.float32(1e9))
+    assert quantized.fits_int8(small)
+    assert not quantized.fits_int8(large)
+    assert not quantized.fits_int8(replace(small, group=64))
 
 
 def test_a_shard_index_names_its_files(tmp_path: Path) -> None:
