@@ -22,6 +22,10 @@ from engine.kernels.memory import CACHED, address, take
 
 LANES = 16
 """Outputs of a tile."""
+_AHEAD = 8192
+"""Bytes before they are used that weights are asked for: the processor itself doesn't look beyond a page."""
+_STREAMED = 2
+"""Rows up to which a product waits for memory rather than for arithmetic."""
 FINE = 254
 """Units of an activation's low byte in one of its high byte: half a unit is left over, and 127 units say it."""
 
@@ -78,6 +82,15 @@ class _Emitter:
             total = self.builder.call(self._dot, [total, vector, self.spread(self.plus(address, 4 * step), _I32)])
         return self.builder.sitofp(total, _FLOATS)
 
+    def prefetch(self, address: Any, count: int) -> None:
+        """Asks for the `count` cache lines from `address` on."""
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        for line in range(count):
+            place = self.builder.inttoptr(self.plus(address, 64 * line), byte)
+            self.builder.call(function, [place, *(ir.Constant(_I32, value) for value in (0, 3, 1))])
+
     def fma(self, left: Any, right: Any, added: Any) -> Any:
         return self.builder.call(self._fma, [left, right, added])
 
@@ -109,6 +122,8 @@ def tile(rows: int, group: int, nibbles: bool) -> Any:
         index.add_incoming(ir.Constant(_I64, 0), before)
         sofar = [builder.phi(_FLOATS) for _ in range(rows)]
         here = make.plus(weights, make.times(index, group_bytes(group, nibbles)))
+        if rows <= _STREAMED:
+            make.prefetch(make.plus(here, _AHEAD), group_bytes(group, nibbles) // 64)
         vectors = make.codes(here, group // 4, nibbles)
         factors = make.plus(here, code_bytes(group, nibbles))
         scale = builder.fpext(make.load(factors, _HALVES, 32), _FLOATS)
