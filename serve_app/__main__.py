@@ -140,7 +140,7 @@ def _start_ray(startup: Startup) -> Startup:
     """Starts or joins the cluster, and settles the device now that its GPUs are known."""
     import ray
 
-    from serve_app.app import cluster_device
+    from serve_app.app import check_room, cluster_device
 
     graph = startup.settings.graph
     common: dict[str, Any] = {"namespace": "flare", "logging_level": logging.WARNING, "log_to_driver": False}
@@ -153,6 +153,7 @@ def _start_ray(startup: Startup) -> Startup:
             object_store_memory=graph.object_store_bytes,
             **common,
         )
+        check_room(startup.settings)
     return startup.on(cluster_device(startup.settings))
 
 

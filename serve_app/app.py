@@ -112,6 +112,26 @@ def cluster_device(settings: Settings) -> ResolvedDevice:
     return "cuda" if has and asked != "cpu" else "cpu"
 
 
+def cpus_asked(settings: Settings) -> float:
+    """What all processes of the layout ask of Ray together."""
+    graph, compact = settings.graph, settings.layout == "compact"
+    ingresses = (graph.ingresses or 1) * (1 if compact else len(FAMILIES))
+    replicas = graph.engines + ingresses + max(_preprocessors(settings), 0 if compact else 1)
+    return replicas * REPLICA_CPUS + graph.engines * settings.engine.tensor_parallel * graph.rank_cpus
+
+
+def check_room(settings: Settings) -> None:
+    """Raises SettingsError when the cluster lacks the CPUs for the graph: on one that doesn't grow, what finds no place
+    waits for ever."""
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    asked, has = cpus_asked(settings), resources.get("CPU", 0.0)
+    if asked > has + 1e-6:
+        raise SettingsError(
+            f"graph.rank_cpus: the graph asks for {asked:g} CPUs, but Ray has {has:g}; fewer a rank, or fewer of "
+            "engine.tensor_parallel, graph.engines, graph.ingresses and graph.preprocessors"
+        )
+
+
 def _full(args: Mapping[str, Any]) -> Startup:
     """One application of the full layout, whatever the machine would choose."""
     return _start(load({**args, "graph.layout": "full"}))

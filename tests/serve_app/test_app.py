@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
 
 from engine.grammar import Grammars
 from serve_app import app
@@ -49,6 +50,16 @@ def deployments(target: Any) -> dict[str, Any]:
     return found
 
 
+def cpus(target: app.Target) -> float:
+    """What an application's processes ask of Ray."""
+    wanted = 0.0
+    for deployment in deployments(target.application).values():
+        config = deployment._replica_config
+        bundles = config.placement_group_bundles or [{"CPU": config.ray_actor_options["num_cpus"]}]
+        wanted += deployment.num_replicas * sum(bundle["CPU"] for bundle in bundles)
+    return wanted
+
+
 def test_the_compact_layout_is_one_application(source: Startup) -> None:
     (target,) = app.targets(started(source, layout="compact"))
     assert target.route_prefix == "/"
@@ -82,13 +93,21 @@ def test_ranks_have_bundles_and_the_replica_sits_in_the_first(source: Startup) -
 
 def test_everything_starts_on_two_cores(source: Startup) -> None:
     for layout in ("compact", "full"):
-        wanted = 0.0
-        for target in app.targets(started(source, layout=layout, engines="2", tensor_parallel="2")):
-            for deployment in deployments(target.application).values():
-                config = deployment._replica_config
-                bundles = config.placement_group_bundles or [{"CPU": config.ray_actor_options["num_cpus"]}]
-                wanted += deployment.num_replicas * sum(bundle["CPU"] for bundle in bundles)
-        assert wanted <= 2.0
+        startup = started(source, layout=layout, engines="2", tensor_parallel="2")
+        assert sum(map(cpus, app.targets(startup))) <= 2.0
+
+
+def test_more_than_the_machine_has_is_refused(source: Startup, monkeypatch: pytest.MonkeyPatch) -> None:
+    for layout, preprocessors in (("compact", "0"), ("compact", "2"), ("full", "0"), ("full", "3")):
+        given = {"layout": layout, "preprocessors": preprocessors, "ingresses": "2", "engines": "2", "rank_cpus": "0.5"}
+        startup = started(source, tensor_parallel="3", **given)
+        asked = sum(map(cpus, app.targets(startup)))
+        assert app.cpus_asked(startup.settings) == pytest.approx(asked)
+        monkeypatch.setattr(ray, "cluster_resources", lambda has=asked: {"CPU": has})
+        app.check_room(startup.settings)
+        monkeypatch.setattr(ray, "cluster_resources", lambda has=asked: {"CPU": has - 0.1})
+        with pytest.raises(SettingsError, match=r"graph\.rank_cpus: .*engine\.tensor_parallel"):
+            app.check_room(startup.settings)
 
 
 def test_a_startup_travels_and_means_the_same(source: Startup) -> None:
