@@ -306,7 +306,10 @@ def _grammar(constraint: Constraint) -> str:
 
 def _json_grammar(schema: dict[str, Any]) -> str:
     options = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": _WHITESPACE}
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+    try:
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+    except (ValueError, RecursionError) as error:  # too deep for it, or lone surrogates
+        raise RequestError(f"the JSON Schema can't be read: {error}") from error
 
 
 def _schema(source: str) -> dict[str, Any]:

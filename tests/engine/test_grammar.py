@@ -115,6 +115,11 @@ def test_an_answer_may_hold_the_closing_token_as_text() -> None:
         (Constraint("json_schema", "{"), "not valid JSON"),
         (Constraint("json_schema", "[]"), "must be an object or a boolean"),
         (Constraint("json_schema", "[" * 100_000), "not valid JSON"),
+        (
+            Constraint("json_schema", '{"items":' * 200 + "{}" + "}" * 200),
+            "the JSON Schema can't be read: recursion limit",
+        ),
+        (Constraint("json_schema", r'{"const":"\ud800"}'), "the JSON Schema can't be read"),
         (schema({"type": "wibble"}), "Invalid type"),
         (schema({"$ref": "#/$defs/none"}), "does not exist"),
         (schema({"$ref": "https://example.com/schema"}), "not present"),
