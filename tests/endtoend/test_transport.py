@@ -92,3 +92,14 @@ def test_bodies_nested_too_deeply_are_refused(scripted: Site) -> None:
         reply = scripted.send("POST", path, body, HEADERS)
         assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
     assert scripted.service.pool.requests == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_never_breaks_off_for_what_it_repeats_of_the_request(scripted: Site, stream: bool) -> None:
+    body = {"model": "any", "input": "plain", "max_output_tokens": 2, "stream": stream}
+    deep = json.loads(nested(700))
+    tools = [{"type": "function", "name": "f", "parameters": deep}]
+    for name, fields in (("metadata", {"metadata": deep}), ("tools", {"tools": tools, "tool_choice": "none"})):
+        assert scripted.refused("/v1/responses", {**body, **fields}).startswith(f"{name}: is nested deeper")
+    reply = scripted.send("POST", "/v1/responses", {**body, "metadata": json.loads(nested(500))})
+    assert reply.status == 200 and b'"incomplete_details":{"reason"' in reply.body
