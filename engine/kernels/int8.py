@@ -20,12 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels import team
-from engine.kernels.memory import CACHED, ROUND, address, pointer, take
+from engine.kernels.memory import CACHED, ROUND, address, float_of, pointer, take
 from engine.kernels.tiles import FINE, LANES, group_bytes
 from engine.kernels.tiles import multiply as _multiply
 
-GROUPS = (16, 32)
-"""Inputs under one scale, as the kernels know them."""
 _SHARED_ROWS = 16
 """From this many rows on, threads share the quantising."""
 _CHUNKS = 4
@@ -38,7 +36,6 @@ def _quantise(raw: Any) -> None:
     low, group], steps, sums."""
     a = carray(raw, (9,), np.int64)
     rows, groups, group = a[2], a[3], a[4]
-    greatest = np.empty(1, np.int32)
     while True:
         first = take(address(raw), a[1])
         if first >= rows:
@@ -56,8 +53,7 @@ def _quantise(raw: Any) -> None:
                 most = np.int32(0)
                 for index in range(group):
                     most = max(most, bits[index] & np.int32(0x7FFFFFFF))
-                greatest[0] = most
-                top = greatest.view(np.float32)[0]
+                top = float_of(np.int32(most))
                 inverse = np.float32(127) / top if most > 0 else np.float32(0)
                 total = np.int32(0)
                 for index in range(group):

@@ -25,7 +25,7 @@ from engine.models.weights import Weight, dense
 class Precision:
     """How a model computes. `dtype`: of activations between kernels and of dense weights. `residual`: of the stream
     that layers add to. `quantized`: quantised weights stay so. `invariant`: one kernel for every row count. `int8`:
-    quantised weights go through our own products with activations of eight bits, the same for any rows. Without it,
+    quantised weights go through our own products in integers of eight bits, the same for any rows. Without it,
     `dense_head`: the head is dense even where weights are quantised; `many`: in `fast`, how many rows take a dense
     copy, and its dtype; `many_head`: the same of the head."""
 
@@ -102,7 +102,7 @@ class QuantizedLinear:
 
 
 class Int8Linear:
-    """Our own product with activations of eight bits, and a bias. Takes and gives float32."""
+    """Our own product in integers of eight bits, two an activation, and a bias. Takes and gives float32."""
 
     row_multiple = 1
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels import INT8_GROUPS
 from engine.models.gguf import Grouped
 
 KERNEL_GROUPS = (32, 64, 128, 256)
@@ -29,7 +30,7 @@ def packable(weight: Grouped) -> bool:
 
 def fits_int8(weight: Grouped) -> bool:
     """Whether our own products can compute with `weight`: they keep scales and zeros as float16."""
-    regular = weight.group in (16, 32) and weight.bits <= 8 and weight.shape[1] % weight.group == 0
+    regular = weight.group in INT8_GROUPS and weight.bits <= 8 and weight.shape[1] % weight.group == 0
     return regular and all(float(np.abs(part).max(initial=0.0)) < _HALF for part in (weight.scales, weight.zeros))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels import team
+from engine.kernels import INT8_GROUPS, team
 
 if team.missing():
     pytest.skip(team.missing(), allow_module_level=True)
@@ -39,7 +39,7 @@ def weights(group: int, bits: int, outputs: int) -> tuple[int8.Matrix, Tensor]:
     return int8.pack(codes, scales, zeros, group, bits), torch.from_numpy(values.reshape(outputs, WIDTH))
 
 
-@pytest.mark.parametrize("group", int8.GROUPS)
+@pytest.mark.parametrize("group", INT8_GROUPS)
 @pytest.mark.parametrize("bits", [2, 4, 5, 6, 8])
 @pytest.mark.parametrize(("count", "outputs"), [(1, 16), (2, 100), (7, 48), (33, 40)])
 def test_a_product_loses_next_to_nothing(group: int, bits: int, count: int, outputs: int) -> None:
@@ -53,7 +53,7 @@ def test_a_product_loses_next_to_nothing(group: int, bits: int, count: int, outp
     assert ((found - exact).abs() < 4 * size).all()
 
 
-@pytest.mark.parametrize("group", int8.GROUPS)
+@pytest.mark.parametrize("group", INT8_GROUPS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_depends_on_itself_alone(group: int, bits: int) -> None:
     matrix, _ = weights(group, bits, 80)
