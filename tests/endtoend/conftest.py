@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 import torch
 
@@ -98,3 +100,16 @@ def prompt_before_equals(model: Any, below: int) -> tuple[list[int], int]:
 
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def claude(site: Site) -> Iterator[anthropic.Anthropic]:
+    """A client of the module's own `site`, as `gpt` is."""
+    with anthropic.Anthropic(base_url=site.url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def gpt(site: Site) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as client:
+        yield client

@@ -47,18 +47,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield site
 
 
-@pytest.fixture(scope="module")
-def claude(site: Site) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=site.url, api_key="any", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def gpt(site: Site) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
 def test_a_tool_runner_sends_the_whole_conversation_where_no_thread_is_held(
     site: Site, claude: anthropic.Anthropic
 ) -> None:

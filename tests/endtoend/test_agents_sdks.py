@@ -64,18 +64,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         seeing.close()
 
 
-@pytest.fixture(scope="module")
-def claude(site: Site) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=site.url, api_key="any", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def gpt(site: Site) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
 Put = Callable[..., Answer]
 
 
