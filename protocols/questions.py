@@ -201,10 +201,7 @@ class DecisionScorer:
         self, api: Api, state: Content, question: Question, one_turn: bool
     ) -> tuple[PreparedRequest, tuple[int, ...]]:
         request, ids = await self._labelled(api, state, question, one_turn)
-        prepared = await self._prompts.prepare(request)
-        if prepared.children[0].opening == "reasoning":
-            raise InvalidRequest("the model's template always opens reasoning, so labels can't be read from it")
-        return prepared, ids
+        return await self._prompts.prepare(request), ids
 
     async def _needs_one_turn(self, api: Api, state: Content, question: Question) -> bool:
         """Whether the template refuses two user messages in a row but takes one."""
@@ -258,14 +255,15 @@ def _distinct(labels: Sequence[str], ids: dict[str, int | None]) -> list[str]:
 
 
 def _request(api: Api, prompt: Conversation) -> GenerationRequest:
-    """One token, whatever it is: an end-of-sequence token is read like any other."""
+    """One token, whatever it is: an end-of-sequence token is read like any other. It is the first of the answer:
+    thinking is off where the template can do that, else the prompt ends where reasoning has ended."""
     return GenerationRequest(
         api=api,
         prompts=(prompt,),
         max_tokens=1,
         ignore_eos=True,
         output=OutputOptions(logprobs=0),
-        reasoning=ReasoningOptions(enabled=False),
+        reasoning=ReasoningOptions(enabled=False, closed=True),
     )
 
 

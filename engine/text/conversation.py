@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from engine.text.control import ControlTokens, Segment
 from engine.text.effort import resolve
-from engine.text.render import JinjaRenderer, Opening, Renderer, RenderOptions
+from engine.text.render import JinjaRenderer, Opening, Rendered, Renderer, RenderOptions
 from engine.text.template import ChatTemplate, own_template
-from engine.text.turns import arrange, presented_tools
+from engine.text.turns import Turn, arrange, presented_tools
 from engine.types.constraint import Constraint
 from engine.types.conversation import Conversation, Image, Message, Text, ToolResult
 from engine.types.request import GenerationRequest, RequestError
@@ -63,7 +63,10 @@ class ConversationRenderer:
             required=required,
             constraint=request.constraint,
         )
-        rendered = self._renderer.render(arrange(conversation, instructions), options)
+        turns = arrange(conversation, instructions)
+        rendered = self._renderer.render(turns, options)
+        if request.reasoning.closed and rendered.opening == "reasoning":
+            rendered = _closed(self._renderer, turns, options, rendered)
         active = bool(conversation.tools) and conversation.tool_choice.mode != "none"
         return RenderedConversation(rendered.segments, rendered.opening, active, rendered.cuts)
 
@@ -78,6 +81,21 @@ class ConversationRenderer:
             return self._renderer.render(arrange(conversation), RenderOptions(thinking=thinking)).opening
         except RequestError:
             return None
+
+
+def _closed(renderer: Renderer, turns: Sequence[Turn], options: RenderOptions, rendered: Rendered) -> Rendered:
+    """`rendered`, whose generation prompt opens reasoning, and then what the template itself prints of an answer that
+    had none. Raises RequestError when the template has no such form."""
+    closed = renderer.render((*turns, Turn("assistant")), replace(options, continue_final_message=True))
+    if closed.opening == "reasoning" or not _text(closed).startswith(_text(rendered)):
+        raise RequestError(
+            "the model's chat template opens reasoning and can't show it closed, so no answer can follow"
+        )
+    return closed
+
+
+def _text(rendered: Rendered) -> str:
+    return "".join(text for text, _ in rendered.segments)
 
 
 def renderer_for(model: ModelPort) -> Renderer | None:

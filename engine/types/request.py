@@ -98,13 +98,15 @@ class OutputOptions:
 class ReasoningOptions:
     """`enabled` None leaves the template's default. `effort`: a named level, or an integer where the recipe
     has numeric effort; `effort_given` tells an explicit null from an omission. `budget` caps reasoning tokens;
-    `budget_advisory` (Messages' thinking.budget_tokens) is ignored, not refused, where no hard cap exists."""
+    `budget_advisory` (Messages' thinking.budget_tokens) is ignored, not refused, where no hard cap exists.
+    `closed`: reasoning that the generation prompt opens all the same is closed in the prompt, empty."""
 
     enabled: bool | None = None
     effort: str | int | None = None
     effort_given: bool = False
     budget: int | None = None
     budget_advisory: bool = False
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

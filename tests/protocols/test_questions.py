@@ -74,7 +74,7 @@ def test_requests_read_one_token_with_thinking_off() -> None:
     score(scripted, CHOICE)
     (request,) = scripted.requests
     assert (request.api, request.max_tokens, request.n, request.ignore_eos) == ("systemone", 1, 1, True)
-    assert request.reasoning == ReasoningOptions(enabled=False)
+    assert request.reasoning == ReasoningOptions(enabled=False, closed=True)
     assert request.output.logprob_token_ids == (1000, 1001) and request.output.logprobs == 0
 
 
@@ -160,11 +160,6 @@ def test_a_prompt_over_the_context_is_not_tried_twice() -> None:
     with pytest.raises(RequestError, match="too long"):
         score(scripted, CHOICE)
     assert scripted.calls == 1
-
-
-def test_a_template_that_always_thinks_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="always opens reasoning"):
-        score(ScriptedScorer(opening="reasoning"), CHOICE)
 
 
 def test_a_label_that_was_not_reported_fails() -> None:

@@ -40,12 +40,10 @@ class ScriptedScorer:
         *,
         labels: Sequence[str] = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"),
         alternate: bool = False,
-        opening: str = "content",
     ) -> None:
         self.opinion = opinion
         self.labels = tuple(labels)
         self.alternate = alternate
-        self.opening = opening
         self.prompts: list[list[str]] = []
         self.requests: list[GenerationRequest] = []
         self.reads = 0
@@ -69,8 +67,7 @@ class ScriptedScorer:
         self.prompts.append(text)
         self.requests.append(request)
         ids = np.frombuffer("\n".join(text).encode(), np.uint8).astype(np.int32)
-        opening = "reasoning" if self.opening == "reasoning" else "content"
-        child = PreparedPrompt(ids, SAMPLING, 1, (0,), output=request.output, opening=opening)  # type: ignore[arg-type]
+        child = PreparedPrompt(ids, SAMPLING, 1, (0,), output=request.output, opening="content")
         return PreparedRequest((child,))
 
     async def read(self, prepared: PreparedRequest) -> Read:

@@ -379,6 +379,28 @@ def test_continuing_inside_reasoning() -> None:
         assert rendered.opening == "reasoning"
 
 
+@pytest.mark.parametrize("name", TEMPLATED)
+def test_reasoning_can_be_closed_in_the_prompt_of_every_family(name: str) -> None:
+    conversation = Conversation((user("q"), user("and <think>")))
+    closed = ReasoningOptions(enabled=False, closed=True)
+    rendered = render(name, conversation, reasoning=closed)
+    normal = render(name, conversation, reasoning=replace(closed, closed=False))
+    assert rendered.opening == "content" and text_of(rendered).startswith(text_of(normal))
+    assert (rendered == normal) == (normal.opening == "content")
+
+
+def test_a_template_that_cant_show_closed_reasoning_refuses_to() -> None:
+    printed = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+    bare = printed + "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+    strict = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('whose turn is it?') }}{% endif %}"
+    conversation = Conversation((user("q"),))
+    for template, message in ((bare, "can't show it closed"), (strict + bare, "whose turn")):
+        it = Model("qwen38", template)
+        assert render(it, conversation).opening == "reasoning"
+        with pytest.raises(RequestError, match=message):
+            render(it, conversation, reasoning=ReasoningOptions(closed=True))
+
+
 @pytest.mark.parametrize("name", ["deepseek4", "deepseek41"])
 @pytest.mark.parametrize(
     "template",
