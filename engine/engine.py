@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from engine.cache.keys import cache_seed
@@ -47,7 +48,10 @@ IDLE_SECONDS = 1.0
 
 State = Literal["running", "rebuilding", "down", "closed"]
 Refusal = Literal["full", "paused", "down"]
-OnStep = Callable[[list[tuple[str, list[Update]]]], None]
+OnStep = Callable[[list[tuple[str, list[Update]]], float], float]
+"""Gets all updates of a step by group, and in how many seconds the next ones are expected (infinite when no step is in
+flight). It may hold news back: it answers in how many seconds it must be called again, with news or without; infinite
+when it holds nothing."""
 
 
 class QueueFull(RuntimeError):
@@ -80,7 +84,7 @@ class EngineHealth:
 class Engine:
     """`ranks_factory` starts a loaded group; it is called here, and again after each failure, at most `rebuilds` times
     within `rebuild_window` seconds, then requests fail as unavailable. `on_step` gets all updates of a step at once,
-    besides the groups' own sinks. `open_guide` replaces the model's syntax and grammars in tests.
+    besides the groups' own sinks (see OnStep). `open_guide` replaces the model's syntax and grammars in tests.
 
     Call `start` for the thread, or drive `step` yourself.
     """
@@ -122,6 +126,8 @@ class Engine:
         self._lost_at = 0.0
         self._rebuilt = 0
         self._progress = time.monotonic()
+        self._step_seconds = 0.0
+        self._due = inf
         self._state: State = "running"
         self._message = ""
         # Shared with other threads, under the lock:
@@ -309,14 +315,16 @@ class Engine:
         limit = self._pace.limit(self._scheduler.flights[0].work)
         began = time.monotonic()
         while True:
-            left = began + limit - time.monotonic()
+            now = time.monotonic()
+            left = began + limit - now
+            pause = min(left, INTERVAL, self._due - now)
             try:
-                result = self._ranks.receive(max(min(left, INTERVAL), 0.0))
+                result = self._ranks.receive(max(pause, 0.0))
                 break
             except TimeoutError:
                 if self._state == "closed":
                     return
-                if left <= INTERVAL:
+                if pause >= left:
                     raise TimeoutError(f"a step took longer than {limit:g} s") from None
             self._take_inbox()
             self._deliver()
@@ -324,7 +332,8 @@ class Engine:
             raise RankGroupFailed(result.failure)
         flight = self._scheduler.commit(result, time.time())
         self._send_late()
-        self._progress = time.monotonic()
+        now = time.monotonic()
+        self._step_seconds, self._progress = now - self._progress, now
         self._pace.learn(flight.work, result.seconds, prefill=flight.prefill > flight.work / 2)
         self._scheduler.allowance = self._pace.work_within(self.config.decode_stall)
 
@@ -339,17 +348,24 @@ class Engine:
             raise RuntimeError(f"{len(self._scheduler.active)} requests are running and no step can be planned")
 
     def _deliver(self) -> bool:
+        """Passes on what there is to tell. Whether there was any."""
         news = self._scheduler.take_news()
-        if not news:
-            return False
         for group, updates in news:
             if group.sink is not None:
                 self._call(group, lambda sink=group.sink, updates=updates: sink(updates))  # type: ignore[misc]
-        on_step = self._on_step
-        if on_step is not None:
-            self._call(None, lambda: on_step([(group.id, updates) for group, updates in news]))
-        self._settle(news)
-        return True
+        if self._on_step is not None:
+            self._call(None, lambda: self._pass_on(news))
+        if news:
+            self._settle(news)
+        return bool(news)
+
+    def _pass_on(self, news: News) -> None:
+        """Calls `on_step` when there are news or it is time; without a step to wait for, nothing is held back."""
+        held, expected = self._due < inf, self._step_seconds if self._scheduler.flights else inf
+        now = time.monotonic()
+        if self._on_step is not None and (news or (held and (expected == inf or now >= self._due))):
+            self._due = inf
+            self._due = now + self._on_step([(group.id, updates) for group, updates in news], expected)
 
     def _call(self, group: Group | None, call: Callable[[], None]) -> None:
         """A sink's failure is its group's alone."""
@@ -441,6 +457,7 @@ class Engine:
                 self._down(f"{self._message} ({len(self._losses)} failures within {self._window:g} s)")
                 return
             self._scheduler.lose(str(failure))
+            self._deliver()
             started: Future[RankGroup] = Future()
             self._rebuilder = threading.Thread(target=self._start_ranks, args=(started,), name="rebuild", daemon=True)
             self._rebuilder.start()

@@ -51,7 +51,7 @@ class EngineReplica:
             config,
             model,
             lambda: RankActors(config, model.manifest, placement),
-            on_step=lambda news: self._groups.on_step(news),
+            on_step=lambda news, expected: self._groups.on_step(news, expected),
             open_guide=guides,
         )
         self._replica = _replica_name()
@@ -62,6 +62,7 @@ class EngineReplica:
             replica=self._replica,
             node=ray.get_runtime_context().get_node_id(),
             beat=graph.heartbeat_seconds,
+            pace=server.pace_seconds,
         )
         self.reconfigure({"paused": graph.paused})
         self._engine.start()

@@ -11,12 +11,14 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, Protocol, TypedDict
 
 from engine.engine import QueueFull
 from engine.types.events import Update
 from engine.types.request import PreparedPrompt, RequestError
-from serve_app.token_channel import ChannelClosed, Dialler, Message, Peer, Sink, pack_update
+from serve_app.pacing import Pacer, Stream
+from serve_app.token_channel import ChannelClosed, Dialler, Message, Peer, Sink
 
 Refusal = Literal["slots", "oversized", "queue", "paused", "settings", "channel", "cancelled", "invalid", "unavailable"]
 QUEUE_REASONS: dict[str, Refusal] = {"full": "queue", "paused": "paused", "down": "unavailable"}
@@ -70,20 +72,25 @@ class Group:
     """One request group from enqueue until its slots are free. `running`: children the engine hasn't ended. `slots`:
     those it holds; none once a successor has them."""
 
-    __slots__ = ("born", "done", "id", "number", "peer", "running", "slots")
+    __slots__ = ("born", "done", "id", "number", "peer", "running", "slots", "stream")
 
     def __init__(self, ident: str, number: int, peer: Peer, size: int) -> None:
         self.id, self.number, self.peer, self.slots = ident, number, peer, size
+        self.stream = Stream(number, peer, size)
         self.running = size
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.born = time.monotonic()
 
 
 class Groups:
-    """All groups of one Engine replica. Lives on one event loop; only `on_step` is called from the engine's thread."""
+    """All groups of one Engine replica. Lives on one event loop; only `on_step` is called from the engine's thread.
+    `pace`: seconds between two departures of a stream's tokens, see `pacing`."""
 
-    def __init__(self, engine: Engine, *, slots: int, digest: str, replica: str, node: str, beat: float) -> None:
+    def __init__(
+        self, engine: Engine, *, slots: int, digest: str, replica: str, node: str, beat: float, pace: float = 0.0
+    ) -> None:
         self._engine, self._digest, self._replica = engine, digest, replica
+        self._pacer = Pacer(pace)
         self._loop = asyncio.get_running_loop()
         self._dialler = Dialler(self._message, self._peer_closed, name=replica, node=node, beat=beat)
         self._groups: dict[tuple[str, int], Group] = {}
@@ -173,25 +180,27 @@ class Groups:
         except RequestError as error:
             raise Refused("invalid", error.message, error.field, error.code) from None
 
-    def on_step(self, news: Sequence[tuple[str, list[Update]]]) -> None:
-        """Everything one step brought, from the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended: the process is going down
-            self._loop.call_soon_threadsafe(self._deliver, news)
-
-    def _deliver(self, news: Sequence[tuple[str, list[Update]]]) -> None:
-        """One frame for each peer that the step has news for."""
-        peers: dict[Peer, None] = {}
+    def on_step(self, news: Sequence[tuple[str, list[Update]]], expected: float = inf) -> float:
+        """Everything one step brought, from the engine's thread, which writes a frame itself to each peer for which
+        it is time; see engine.engine.OnStep."""
         for ident, updates in news:
             group = self._by_id.get(ident)
             if group is None:  # dropped meanwhile
                 continue
-            group.peer.post([group.number, [pack_update(update) for update in updates]])
-            peers[group.peer] = None
-            group.running -= sum(update.end is not None for update in updates)
-            if group.running <= 0:
-                _resolve(group.done, True)
-        for peer in peers:
-            peer.flush()
+            self._pacer.gather(group.stream, updates)
+            ended = sum(update.end is not None for update in updates)
+            if ended:
+                # Before the end is sent, so that it is counted before any answer to it is read.
+                with contextlib.suppress(RuntimeError):  # the loop has ended: the process is going down
+                    self._loop.call_soon_threadsafe(self._ends, group, ended)
+        for peer, messages in self._pacer.departures(expected):
+            peer.send(messages)
+        return self._pacer.wait()
+
+    def _ends(self, group: Group, children: int) -> None:
+        group.running -= children
+        if group.running <= 0:
+            _resolve(group.done, True)
 
     def _message(self, peer: Peer, message: Message) -> None:
         if message[0] == "beat":

@@ -76,7 +76,8 @@ class Section(BaseModel):
 class ServerSettings(Section):
     """HTTP. `api_key`: empty disables authentication. `aliases`: names of the model; the first is its public id.
     `max_http_requests`: choices in flight or waiting for their reader, per Engine replica. `max_body_bytes` bounds
-    encoded and decoded bodies. `request_pool`: bodies an ingress replica decodes or lowers at the same time."""
+    encoded and decoded bodies. `request_pool`: bodies an ingress replica decodes or lowers at the same time.
+    `pace_seconds`: the least time between two deliveries of a stream's tokens; 0 delivers every token by itself."""
 
     host: str = "127.0.0.1"
     port: Port = 8000
@@ -87,6 +88,7 @@ class ServerSettings(Section):
     thinking_token_budget: Budget | None = None
     default_max_tokens: Budget | None = None
     keepalive_seconds: Seconds = 15.0
+    pace_seconds: Annotated[float, Field(ge=0, le=1)] = 0.02
     request_pool: Positive = 256
 
 

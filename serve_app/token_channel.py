@@ -1,8 +1,9 @@
 """The token channel: what engine and ingress processes say to each other beside the held call.
 
 An ingress process listens on a unix socket and a TCP port; an engine replica dials at the first call of a peer and
-keeps the link. A frame is four bytes of length and a msgpack list of messages, for all requests of the peer in that
-step. Owns framing, dialling, keys and liveness; what messages mean is decided by `engine_replica` and `engine_client`.
+keeps the link. A frame is four bytes of length and a msgpack list of messages, for all requests of the peer. Owns
+framing, dialling, keys and liveness; what messages mean is decided by `groups` and `engine_client`, when they leave
+by `pacing`.
 
 Engine to ingress: `[group, [update, …]]` · `["ack", group]` · `["beat"]`.
 Ingress to engine: `["stop", group, child, tokens]` · `["finished", group, [outcome, …]]` · `["beat", [live group, …]]`.
@@ -29,6 +30,7 @@ from typing import Any, cast
 import msgpack
 
 from engine.types.events import EngineEnd, PositionScore, PromptScores, TokenRecord, Update
+from serve_app.outlet import Outlet
 
 logger = logging.getLogger("ray.serve")
 
@@ -135,6 +137,12 @@ def unpack_update(packed: Packed) -> Update:
 # --- frames -------------------------------------------------------------------------------------------------------
 
 
+def frame_of(messages: list[Message]) -> bytes:
+    """One frame, as it goes over the wire."""
+    body: bytes = msgpack.packb(messages)
+    return HEAD.pack(len(body)) + body
+
+
 class Link(asyncio.Protocol):
     """One open connection, either side. `on_frame` gets each frame's messages, `on_close` is called once."""
 
@@ -188,8 +196,12 @@ class Link(asyncio.Protocol):
         """Queues one frame; dropped when the link is closing, since its end is reported by `on_close`."""
         if self._transport is None or self._transport.is_closing():
             return
-        body = msgpack.packb(messages)
-        self._transport.write(HEAD.pack(len(body)) + body)
+        self._transport.write(frame_of(messages))
+
+    def outlet(self) -> Outlet:
+        """Another way to write to the connection, which must be used alone from now on."""
+        assert self._transport is not None
+        return Outlet(asyncio.get_running_loop(), self._transport.get_extra_info("socket").fileno())
 
     def close(self) -> None:
         if self._transport is not None:
@@ -311,15 +323,25 @@ class Listener:
 
 
 class Peer:
-    """One ingress process as the engine sees it. `post` may be called from any thread; what is posted between two
-    turns of the event loop leaves in one frame."""
+    """One ingress process as the engine sees it. `post` and `send` may be called from any thread: what is posted
+    between two turns of the event loop leaves in one frame, what is sent leaves now. Both are dropped when the link is
+    closing, since its end is reported by `on_close`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self._loop = loop
         self._outbox: deque[Message] = deque()
         self._scheduled = False
+        self._outlet: Outlet | None = None
         self.name = name
         self.link: Link | None = None
+
+    def connected(self, link: Link) -> None:
+        self.link, self._outlet = link, link.outlet()
+
+    def disconnected(self) -> None:
+        self.link = None
+        if self._outlet is not None:
+            self._outlet.close()
 
     def post(self, message: Message) -> None:
         self._outbox.append(message)
@@ -334,8 +356,13 @@ class Peer:
         messages: list[Message] = []
         while self._outbox:
             messages.append(self._outbox.popleft())
-        if messages and self.link is not None:
-            self.link.send(messages)
+        if messages:
+            self.send(messages)
+
+    def send(self, messages: list[Message]) -> None:
+        """Sends one frame."""
+        if self._outlet is not None:
+            self._outlet.write(frame_of(messages))
 
 
 class Dialler:
@@ -401,7 +428,7 @@ class Dialler:
         except TimeoutError:
             link.close()
             raise ChannelClosed(f"ingress {sink.peer} didn't answer within {HELLO_SECONDS:.0f} s") from None
-        peer.link = link
+        peer.connected(link)  # what the link wrote itself has been answered, so nothing of it is left
         self._peers[sink.peer] = peer
         return peer
 
@@ -419,8 +446,8 @@ class Dialler:
             self._on_message(peer, message)
 
     def _closed(self, peer: Peer) -> None:
+        peer.disconnected()
         if self._peers.pop(peer.name, None) is not None:
-            peer.link = None
             self._on_close(peer)
 
     async def _beat_forever(self) -> None:
@@ -434,11 +461,13 @@ class Dialler:
                     logger.warning("token channel: ingress %s fell silent", peer.name)
                     link.close()
                 else:
-                    link.send([["beat"]])
+                    peer.send([["beat"]])
 
     def close(self) -> None:
         self._beater.cancel()
         for peer in list(self._peers.values()):
-            if peer.link is not None:
+            link = peer.link
+            if link is not None:
                 peer.flush()
-                peer.link.close()
+                peer.disconnected()
+                link.close()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from engine.engine import QueueFull
+from engine.scheduler.step import StepResult
 from engine.types.events import EngineEnd, PromptScores, TokenRecord, Update
 from engine.types.request import OutputOptions, PreparedPrompt, RequestError
 from tests.support.engine_rig import SMALL, Rig
@@ -487,7 +489,12 @@ def test_a_failing_sink_ends_its_group_alone() -> None:
 def test_all_news_of_a_step_can_be_had_at_once() -> None:
     """So that they leave in one frame."""
     calls: list[list[tuple[str, list[Update]]]] = []
-    rig = Rig(on_step=calls.append)
+
+    def on_step(news: list[tuple[str, list[Update]]], expected: float) -> float:
+        calls.append(news)
+        return inf
+
+    rig = Rig(on_step=on_step)
     names = ["a", "b", "c"]
     for name in names:
         rig.engine.submit(name, [make_prompt([1, 2], max_tokens=3, ignore_eos=True)])
@@ -496,6 +503,34 @@ def test_all_news_of_a_step_can_be_had_at_once() -> None:
     assert [
         record.id for call in calls for group, updates in call if group == "b" for record in updates[0].records
     ] == (alone(make_prompt([1, 2], max_tokens=3, ignore_eos=True))[0])
+
+
+def test_news_that_are_held_back_are_asked_for_in_time_and_before_the_engine_rests() -> None:
+    """`on_step` wants to be called again at once: so it is, without news while a step runs, and when none does."""
+    calls: list[tuple[int, float]] = []
+
+    def on_step(news: list[tuple[str, list[Update]]], expected: float) -> float:
+        calls.append((len(news), expected))
+        return 0.0 if news else inf
+
+    class Slow(FakeRanks):
+        """The first question for a result comes too early."""
+
+        asked = 0
+
+        def receive(self, timeout: float) -> StepResult:
+            self.asked += 1
+            if self.asked % 2:
+                raise TimeoutError("no step result")
+            return super().receive(timeout)
+
+    rig = Rig(on_step=on_step, ranks=lambda: Slow(FakeRank(64, 4)))
+    rig.engine.submit("a", [make_prompt([1, 2], max_tokens=3, ignore_eos=True)])
+    rig.run()
+    assert [count for count, _ in calls] == [1, 0, 1, 0, 1, 0]
+    assert all(0 <= expected < inf for _, expected in calls[:4]), "steps are in flight"
+    assert calls[-1] == (0, inf)
+    rig.check_returned()
 
 
 # ---- pause, drain ----

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -45,6 +46,28 @@ def test_every_stream_goes_on_after_the_ranks_are_lost(how: str, step: int) -> N
     assert rig.engine.health().state == "running"
     assert all(rig.cached("a", child) == 0 for child in range(1)), "recomputation is no reuse"
     rig.check_returned()
+
+
+def test_news_that_are_held_back_leave_when_the_ranks_are_lost() -> None:
+    """New ranks take seconds to load; what is told already must not wait for them."""
+    held, most = 0, 0
+    at_rebuild: list[int] = []
+
+    def on_step(news: list[tuple[str, list[Update]]], expected: float) -> float:
+        nonlocal held, most
+        held = held + len(news) if expected < inf else 0
+        most = max(most, held)
+        return 60.0 if held else inf
+
+    def ranks() -> FakeRanks:
+        at_rebuild.append(held)
+        return FakeRanks(FakeRank(64, 4, crash_at=[3] if len(at_rebuild) == 1 else []))
+
+    rig = Rig(on_step=on_step, ranks=ranks)
+    rig.submit("a", PROMPTS[0])
+    rig.run()
+    rig.check("a", PROMPTS[0])
+    assert most and at_rebuild == [0, 0] and held == 0
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_replaced_before_the_next_request(

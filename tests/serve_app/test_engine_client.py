@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class SteppedEngine:
         self.stops: list[tuple[int, int]] = []
         self.cancelled: list[str] = []
         self.refuse: Exception | None = None
+        self.expected, self.wait = inf, inf
         self.admitted: list[bool] = []
 
     def submit(self, group_id: str, children: Sequence[PreparedPrompt], *, admitted: bool = False) -> None:
@@ -58,7 +60,7 @@ class SteppedEngine:
 
     def tell(self, update: Update, group: str | None = None) -> None:
         assert self.groups is not None
-        self.groups.on_step([(group or self.latest, [update])])
+        self.wait = self.groups.on_step([(group or self.latest, [update])], self.expected)
 
     def token(self, child: int, *ids: int, cached: int | None = None, group: str | None = None) -> None:
         self.tell(Update(child, tuple(map(TokenRecord, ids)), cached_tokens=cached), group)
@@ -81,9 +83,9 @@ class Held:
 
 
 class Replica:
-    def __init__(self, name: str, slots: int = 4, digest: str = "d", beat: float = 5.0) -> None:
+    def __init__(self, name: str, slots: int = 4, digest: str = "d", beat: float = 5.0, pace: float = 0.0) -> None:
         self.name, self.engine = name, SteppedEngine()
-        self.groups = Groups(self.engine, slots=slots, digest=digest, replica=name, node="n", beat=beat)
+        self.groups = Groups(self.engine, slots=slots, digest=digest, replica=name, node="n", beat=beat, pace=pace)
         self.engine.groups = self.groups
         self.calls: list[asyncio.Task[Reply]] = []
 
@@ -216,6 +218,74 @@ def test_a_text_stop_reaches_the_engine() -> None:
         await scene.quiet()
 
     stage(body)
+
+
+def paced(scene: Stage) -> SteppedEngine:
+    """An engine whose next step is always about to come."""
+    scene.engine.expected = 0.0
+    return scene.engine
+
+
+def test_a_paced_stream_tells_the_same_tokens_in_fewer_updates() -> None:
+    async def body(scene: Stage) -> None:
+        engine = paced(scene)
+        flight = await scene.client.generate("q", request(prompt()))
+        engine.token(0, 0, cached=3)
+        assert await anext(flight) == (Update(0, (TokenRecord(0),), cached_tokens=3),)
+        for number in range(1, 6):
+            engine.token(0, number)
+        assert 0 < engine.wait < inf
+        assert not flight._queue
+        engine.end(0, "limit")
+        assert engine.wait == inf
+        rest = Update(0, tuple(map(TokenRecord, range(1, 6))), end=EngineEnd("limit"))
+        assert [batch async for batch in flight] == [(rest,)]
+        flight.finish(("completed",))
+        await scene.quiet()
+        assert (scene.groups.completed, engine.cancelled) == (1, [])
+
+    stage(body, replica={"pace": 60.0})
+
+
+def test_a_text_stop_in_a_paced_stream_frees_its_slot() -> None:
+    """The engine has gone on meanwhile: that is told with the end, and what it generated beyond is the reader's to
+    ignore."""
+
+    async def body(scene: Stage) -> None:
+        engine = paced(scene)
+        flight = await scene.client.generate("q", request(prompt()))
+        engine.token(0, 1)
+        assert [update.records for update in await anext(flight)] == [(TokenRecord(1),)]
+        engine.token(0, 2)
+        engine.token(0, 3)
+        flight.stop(0, 1)
+        assert await tokens(flight) == {0: [2, 3]}
+        assert engine.stops == [(0, 1)]
+        flight.finish(("completed",))
+        await scene.quiet()
+
+    stage(body, replica={"pace": 60.0})
+
+
+def test_a_reader_that_leaves_a_paced_stream_takes_nothing_with_it() -> None:
+    async def body(scene: Stage) -> None:
+        engine = paced(scene)
+        gone = await scene.client.generate("gone", request(prompt()))
+        left = engine.latest
+        stays = await scene.client.generate("stays", request(prompt()))
+        for group in (left, engine.latest):
+            engine.token(0, 1, group=group)
+            engine.token(0, 2, group=group)
+        gone.finish(("cancelled",))
+        await until(lambda: engine.cancelled)
+        assert engine.cancelled == [left] and scene.groups.held == 1
+        engine.end(0, "cancelled", group=left)
+        engine.end(0)
+        assert await tokens(stays) == {0: [1, 2]}
+        stays.finish(("completed",))
+        await scene.quiet()
+
+    stage(body, replica={"pace": 60.0})
 
 
 def test_children_without_work_need_no_engine() -> None:
