@@ -27,6 +27,7 @@ NAMESPACE = "flare"
 SILENT_SECONDS = 15.0
 BEAT_SECONDS = 5.0
 LOOK_SECONDS = 0.25
+GROWING_SECONDS = 1.0
 SAVE_SECONDS = 2.0
 ABANDONED_SECONDS = 60.0
 RETIRED_KEPT = 1024
@@ -155,14 +156,33 @@ def connect(name: str) -> Any:
     )
 
 
+class Turns:
+    """When a process tells its counts: as soon as they changed, but while they keep growing only once a second, since
+    a report wakes half a dozen threads; and every five seconds anyway."""
+
+    def __init__(self) -> None:
+        self._told: Report | None = None
+        self._seen: Report | None = None
+        self._at = 0.0
+
+    def due(self, report: Report, now: float) -> bool:
+        """Whether `report`, which was looked at now (on any monotonic clock), is to be sent; counts as sent then."""
+        growing, self._seen = report != self._seen, report
+        silent = now - self._at
+        due = silent > BEAT_SECONDS or (report != self._told and (not growing or silent >= GROWING_SECONDS))
+        if due or self._told is None:
+            self._told, self._at = report, now
+            return True
+        return False
+
+
 class Reporter:
-    """Sends one process's report whenever it changed, looking four times a second, and every five seconds anyway.
-    Create it where an event loop runs; close it when the process leaves in good order."""
+    """Sends one process's report when it is its turn, looking four times a second. Create it where an event loop runs;
+    close it when the process leaves in good order."""
 
     def __init__(self, name: str, collect: Callable[[], Report]) -> None:
         self._name, self._collect = name, collect
         self._hub: Any = None
-        self._last: Report | None = None
         self._task = asyncio.get_running_loop().create_task(self._run(), context=contextvars.Context())
 
     async def snapshot(self, timeout: float = 1.0) -> Snapshot:
@@ -181,17 +201,15 @@ class Reporter:
         return self._hub
 
     async def _run(self) -> None:
-        sent = 0.0
+        turns = Turns()
         while True:
             report = self._collect()
-            now = time.monotonic()
-            if report != self._last or now - sent > BEAT_SECONDS:
+            if turns.due(report, time.monotonic()):
                 try:
                     await (await self._connected()).report.remote(report)
                 except ray.exceptions.RayError as error:
                     logger.warning("telemetry hub %s: %s", self._name, error)
                     self._hub = None
-                self._last, sent = report, now
             await asyncio.sleep(LOOK_SECONDS)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.telemetry_hub import RETIRED_KEPT, SILENT_SECONDS, Ledger
+from cluster.telemetry_hub import BEAT_SECONDS, RETIRED_KEPT, SILENT_SECONDS, Ledger, Turns
 from engine.types.telemetry import Report
 
 
@@ -92,3 +92,17 @@ def test_the_sum_is_what_was_counted_whatever_happens(script: list[tuple[str, st
         else:
             ledger = Ledger.restore(ledger.dump(), 0)
         assert tokens(ledger) == sum(counted.values())
+
+
+def test_counts_are_told_at_once_and_when_they_rest_but_seldom_while_they_grow() -> None:
+    turns = Turns()
+    looks = [0.25 * number for number in range(40)]
+    counts = [0, 0, 0, 0, 0, 0, *range(1, 12), *[12] * 23]
+    told = [at for at, count in zip(looks, counts, strict=True) if turns.due(report("a", count), at)]
+    assert told[0] == 0.0, "a new process makes itself known"
+    first, last = looks[counts.index(1)], looks[counts.index(12)]
+    assert told[1] == first, "after a rest, a change is told when it is seen"
+    assert [at for at in told if first < at < last] == [first + 1.0, first + 2.0]
+    assert last + 0.25 in told, "the last count doesn't wait for its turn"
+    after = [at for at in told if at > last + 0.25]
+    assert after and after[0] - (last + 0.25) > BEAT_SECONDS - 0.25, "nothing more until the beat"
