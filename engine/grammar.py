@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from engine.text.tokenizer import build_table
 from engine.types.constraint import Constraint
+from engine.types.nesting import deeper_than
 from engine.types.request import RequestError
 
 COMPILE_SECONDS: Final = 2.0
@@ -33,6 +34,8 @@ MAX_SOURCE: Final = {
 MAX_CHOICES: Final = 10_000
 MAX_KEYS: Final = 1000
 """Entries of one object of a JSON Schema: the cost of optional properties grows with their square."""
+MAX_SCHEMA_DEPTH: Final = 120
+"""Levels of a JSON Schema; llguidance reads a few more."""
 MAX_VALIDATED: Final = 8 * 1024 * 1024
 """Bytes of a completed text that `validate` looks at."""
 T = TypeVar("T")
@@ -325,6 +328,8 @@ def _schema(source: str) -> dict[str, Any]:
         raise RequestError("the JSON Schema must be an object or a boolean")
     schema.pop("x-guidance", None)  # would let a client loosen what is enforced
     _check_width(schema)
+    if deeper_than(schema, MAX_SCHEMA_DEPTH):
+        raise RequestError(f"the JSON Schema is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     return schema
 
 

@@ -34,15 +34,3 @@ def dumps(value: Any) -> bytes:
         return orjson.dumps(value)
     except TypeError:  # an integer beyond 64 bits, or no JSON at all, which the standard library says too
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-
-
-def deeper_than(value: Any, levels: int) -> bool:
-    """Whether containers of a JSON value are nested deeper than `levels`. Walks it a level at a time, so that no depth
-    is too much."""
-    level = [value]
-    for _ in range(levels + 1):
-        containers = [item for item in level if isinstance(item, dict | list) and item]
-        if not containers:
-            return False
-        level = [inner for item in containers for inner in (item.values() if isinstance(item, dict) else item)]
-    return True

@@ -8,6 +8,7 @@ belongs to the lowering: a sampling number out of range passes here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from engine.types.nesting import MAX_DEPTH, deeper_than
 from engine.types.request import GenerationRequest, SamplingOverrides, Stops
 from protocols.errors import InvalidRequest
 
@@ -93,6 +95,27 @@ def invalid(error: ValidationError, at: str = "") -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     loc = (at, *first["loc"]) if at else first["loc"]
     return refuse(path(loc) or "body", _plain(first))
+
+
+def json_object(text: str, field: str, otherwise: str) -> dict[str, Any]:
+    """The object of a JSON text that a request holds at `field`. Raises InvalidRequest, which says `otherwise` of
+    other values."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise too_deep(field) from None
+    except ValueError as error:
+        raise refuse(field, f"is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise refuse(field, otherwise)
+    if deeper_than(value, MAX_DEPTH):
+        raise too_deep(field)
+    return value
+
+
+def too_deep(field: str) -> InvalidRequest:
+    """The 400 for a `field` that is nested too deeply: raise what this returns."""
+    return refuse(field, f"is nested deeper than {MAX_DEPTH} levels")
 
 
 def path(loc: Sequence[int | str]) -> str:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from engine.types.constraint import Constraint
 from engine.types.request import Stops
-from protocols.fields import Fields, read, refuse
+from protocols.fields import Fields, json_object, read, refuse
 
 
 class _SchemaFormat(Fields):
@@ -142,12 +142,7 @@ def _spelled(values: Mapping[str, Any]) -> dict[str, Constraint]:
 
 def _schema(value: dict[str, Any] | str, field: str) -> Mapping[str, Any]:
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise refuse(field, f"is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise refuse(field, "must be a JSON Schema object")
+        return json_object(value, field, "must be a JSON Schema object")
     return value
 
 

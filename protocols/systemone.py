@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, ValidationError
 
 from protocols.assets import AssetFields, Assets, bind_assets
-from protocols.errors import BodyTooLarge, InvalidRequest, SchemaInvalid
+from protocols.errors import BodyTooLarge, SchemaInvalid
 from protocols.fields import DecodeLimits, Fields
 from protocols.questions import (
     MAX_LEVELS,
@@ -93,11 +93,8 @@ def decode(
     fields = _validated(body)
     check_capability(limits)
     assets = bind_assets(fields.assets, parts, limits, allowed=images_allowed)
-    try:
-        state = assets.content(fields.state)
-        questions = tuple(_question(question, assets) for question in fields.questions.values())
-    except RecursionError:
-        raise InvalidRequest("state, instructions or criteria are nested too deeply") from None
+    state = assets.content(fields.state)
+    questions = tuple(_question(question, assets) for question in fields.questions.values())
     assets.check_used()
     _check_size(state, questions, max_bytes)
     return SystemOneRequest(state, questions, fields)
@@ -156,7 +153,7 @@ def details(error: ValidationError) -> list[dict[str, Any]]:
 def _is_small(value: Any) -> bool:
     try:
         return len(json.dumps(value)) <= MAX_INPUT_CHARACTERS
-    except (TypeError, ValueError, RecursionError):
+    except (TypeError, ValueError):
         return False
 
 

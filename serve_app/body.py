@@ -16,10 +16,12 @@ from typing import Any, Final, TypeVar
 import brotli
 import zstandard
 
+from engine.types.nesting import MAX_DEPTH, deeper_than
+from protocols import fields
 from protocols.errors import BodyTooLarge, InvalidRequest, RequestTimeout, UnsupportedEncoding
 from protocols.exact_json import loads
 from serve_app.admission import Headers
-from serve_app.jsontext import parse_sliced
+from serve_app.jsontext import parse_sliced, too_deep
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Charge = Callable[[int], None]
@@ -190,11 +192,23 @@ _DECODERS: Final[dict[str, Callable[[bytes, int], Iterable[bytes]]]] = {
 
 def parse_value(data: bytes) -> Any:
     """The JSON value that `data` holds. Of duplicate names the last one counts; NaN, infinities, lone surrogates,
-    invalid UTF-8 and nesting beyond 1024 are refused. Raises InvalidRequest."""
+    invalid UTF-8 and fields nested deeper than MAX_DEPTH are refused. Raises InvalidRequest."""
     try:
-        return loads(data) if len(data) <= INLINE_BYTES else parse_sliced(data)
+        value = loads(data) if len(data) <= INLINE_BYTES else parse_sliced(data)
     except ValueError as error:
+        if too_deep(data):
+            raise InvalidRequest(f"the request body is nested deeper than {MAX_DEPTH} levels") from None
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    """Raises InvalidRequest, naming the field, for what is nested deeper than MAX_DEPTH."""
+    for name, field in value.items() if isinstance(value, dict) else (("the request body", value),):
+        if deeper_than(field, MAX_DEPTH):
+            raise fields.too_deep(name[:80])
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

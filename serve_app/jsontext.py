@@ -15,11 +15,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.types.nesting import MAX_DEPTH
 from protocols.exact_json import loads
 
 MAX_VALUES: Final = 2_000_000
 """Bound on the values of one body: what they cost in memory is a hundred times their text."""
-MAX_DEPTH: Final = 1024
+MAX_LEVELS: Final = MAX_DEPTH + 1
 SLICE_VALUES: Final = 20_000
 """About 2 ms of parsing."""
 _BLOCK: Final = 2**20
@@ -33,6 +34,10 @@ _STRUCTURAL[_COMMA] = True
 
 class JsonError(ValueError):
     """The text isn't JSON, or is beyond a bound."""
+
+
+class TooDeep(JsonError):
+    """Brackets are nested deeper than MAX_LEVELS."""
 
 
 class _GcPause:
@@ -73,6 +78,17 @@ def parse_sliced(data: bytes) -> Any:
         return _parse(structure, start, end, 0)
 
 
+def too_deep(data: bytes) -> bool:
+    """Whether brackets of a text, JSON or not, are nested deeper than MAX_LEVELS."""
+    try:
+        _Structure(data or b" ")
+    except TooDeep:
+        return True
+    except JsonError:
+        return False
+    return False
+
+
 class _Structure:
     """Brackets and commas outside strings: their positions in the text, and the depth in front of each.
 
@@ -107,8 +123,8 @@ class _Structure:
             self.values += int((steps == 1).sum()) + int(commas.sum())
             if int(depths.min()) < 0:
                 raise JsonError("brackets don't match")
-            if int(depths.max()) > MAX_DEPTH:
-                raise JsonError("depth limit exceeded")
+            if int(depths.max()) > MAX_LEVELS:
+                raise TooDeep("depth limit exceeded")
             if self.values > MAX_VALUES:
                 raise JsonError(f"more than {MAX_VALUES} values")
         at = at + low

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from engine.types.conversation import ToolDefinition
+from engine.types.nesting import MAX_ARGUMENT_DEPTH, deeper_than
 
 MAX_ARGUMENT_BYTES: Final = 8 * 1024 * 1024
 ORDER: Final = ("null", "integer", "number", "boolean", "object", "array", "string")
@@ -151,14 +152,23 @@ def json_value(text: str, name: str) -> Any:
     """The value that `text` is in JSON. Raises Malformed otherwise."""
     try:
         return loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Malformed(f"the arguments of the call to {name!r} are not valid JSON: {error}") from error
 
 
 def loads(text: str, **options: Any) -> Any:
     """json.loads of what every reader of the arguments can read: no NaN and no infinity, not even as a number beyond
-    all doubles. Raises ValueError and RecursionError."""
-    return json.loads(paired(text), parse_float=_finite, parse_constant=_no_constant, **options)
+    all doubles. Raises ValueError, also for what is nested too deeply."""
+    text = paired(text)
+    try:
+        value = json.loads(text, parse_float=_finite, parse_constant=_no_constant, **options)
+        if text.count("[") + text.count("{") <= MAX_ARGUMENT_DEPTH:
+            return value
+        if not deeper_than(json.loads(text) if options else value, MAX_ARGUMENT_DEPTH):
+            return value
+    except RecursionError:
+        pass
+    raise ValueError(f"nested deeper than {MAX_ARGUMENT_DEPTH} levels")
 
 
 def paired(text: str) -> str:
@@ -197,7 +207,7 @@ def _as(kind: str, text: str) -> tuple[bool, Any]:
         return True, text
     try:
         loaded = loads(word)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False, None
     return isinstance(loaded, dict if kind == "object" else list), loaded
 

@@ -332,7 +332,7 @@ class _OpenCall:
         text = paired(text)
         try:
             value = loads(text, object_pairs_hook=_Pairs)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise Malformed(f"the arguments of the call to {self.name!r} are not valid JSON: {error}") from error
         if not isinstance(value, _Pairs):
             raise Malformed(f"the arguments of the call to {self.name!r} are not a JSON object")

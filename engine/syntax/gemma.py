@@ -10,12 +10,12 @@ from typing import Any, Final
 from engine.syntax.arguments import Malformed, Node, Schemas, convert, loads, object_json
 from engine.syntax.patterns import Name, Pattern, Space, lit
 from engine.syntax.states import CallForm, Layout, Rule, Setup, standard
+from engine.types.nesting import MAX_ARGUMENT_DEPTH
 
 OPEN: Final = "<|tool_call>"
 CLOSE: Final = "<tool_call|>"
 QUOTE: Final = '<|"|>'
 HEADER: Final = Pattern((Space(), lit("call:"), Name("{", barred="<>}\n\r\t ")))
-_MAX_DEPTH: Final = 200
 
 
 def layout(setup: Setup) -> Layout:
@@ -43,7 +43,7 @@ class _Reader:
         self._name = name
 
     def value(self, node: Node, depth: int) -> Any:
-        if depth > _MAX_DEPTH:
+        if depth > MAX_ARGUMENT_DEPTH:
             raise self._malformed("is nested too deeply")
         self._space()
         if self._take(QUOTE):

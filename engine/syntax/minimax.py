@@ -13,6 +13,7 @@ from typing import Any, Final
 from engine.syntax.arguments import Malformed, Node, Schemas, convert, object_json
 from engine.syntax.patterns import Name, Pattern, Space, lit
 from engine.syntax.states import CallForm, Layout, Rule, Setup, State, literal, standard
+from engine.types.nesting import MAX_ARGUMENT_DEPTH
 
 NAMESPACE: Final = "]<]minimax[>["
 OPEN: Final = f"{NAMESPACE}<tool_call>"
@@ -21,7 +22,6 @@ INVOKE: Final = Pattern((lit(f"{NAMESPACE}<invoke"), Space(), lit('name="'), Nam
 INVOKE_END: Final = f"{NAMESPACE}</invoke>"
 _HEADER: Final = re.compile(rf'{re.escape(NAMESPACE)}<invoke\s+name="([^"]*)">')
 _TAG: Final = re.compile(rf"{re.escape(NAMESPACE)}<(/?)([^<>]*)>")
-_MAX_DEPTH: Final = 200
 
 
 def layout(setup: Setup) -> Layout:
@@ -63,7 +63,7 @@ def _tree(text: str, name: str) -> _Element:
         stack[-1].text.append(text[at : found.start()])
         at = found.end()
         if not found[1]:
-            if not found[2].strip() or len(stack) > _MAX_DEPTH:
+            if not found[2].strip() or len(stack) > MAX_ARGUMENT_DEPTH:
                 raise Malformed(f"the call to {name!r} has an argument without a name or nested too deeply")
             child = _Element(found[2].strip())
             stack[-1].children.append(child)

@@ -6,7 +6,6 @@ naming the field.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -39,6 +38,7 @@ from protocols.fields import (
     DecodeLimits,
     check_alternatives,
     check_prompt_scores,
+    json_object,
     read,
     refuse,
     refuse_unsupported,
@@ -261,13 +261,11 @@ def _call(value: dict[str, Any], at: str) -> ToolCall:
     arguments: Any = call.function.arguments
     if arguments is None or arguments == "":
         arguments = {}
+    field, otherwise = f"{at}.function.arguments", "must be the JSON text of an object"
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise refuse(f"{at}.function.arguments", f"is not valid JSON: {error}") from None
+        arguments = json_object(arguments, field, otherwise)
     if not isinstance(arguments, dict):
-        raise refuse(f"{at}.function.arguments", "must be the JSON text of an object")
+        raise refuse(field, otherwise)
     return ToolCall(call.id, call.function.name, arguments)
 
 

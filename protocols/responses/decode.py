@@ -13,7 +13,6 @@ from typing import Any, Final
 from engine.types.constraint import Constraint
 from engine.types.conversation import Conversation, Message, Text
 from engine.types.request import GenerationRequest, OutputOptions, ReasoningOptions, TemplateOptions
-from protocols.exact_json import deeper_than
 from protocols.fields import (
     Decoded,
     DecodeLimits,
@@ -29,8 +28,6 @@ from protocols.responses.tools import Declared, ToolSet, read_tools
 from protocols.structure import check_constraint, json_schema
 
 LOGPROBS: Final = "message.output_text.logprobs"
-MAX_ECHO_DEPTH: Final = 512
-"""Levels of what the response repeats of the request; twice as many can be read, but not written again."""
 _STATELESS: Final = {
     "store": "responses are not stored: send false or leave it out",
     "previous_response_id": "responses are not stored: send the whole conversation as input",
@@ -185,7 +182,4 @@ def _echo(fields: ResponsesFields, body: Mapping[str, Any], tools: ToolSet) -> d
     for name in ("safety_identifier", "prompt_cache_key", "user"):
         value = body.get(name)
         echo[name] = value if isinstance(value, str) else None
-    for name in ("metadata", "tools", "tool_choice", "text"):
-        if deeper_than(echo[name], MAX_ECHO_DEPTH):
-            raise refuse(name, f"is nested deeper than {MAX_ECHO_DEPTH} levels")
     return echo

@@ -6,13 +6,12 @@ order, as the model produced them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, cast
 
 from engine.types.conversation import Image, Message, Part, Reasoning, Text, ToolCall, ToolResult
-from protocols.fields import DecodeLimits, read, refuse
+from protocols.fields import DecodeLimits, json_object, read, refuse
 from protocols.images import image_url
 from protocols.responses.schema import (
     CallOutputItem,
@@ -128,12 +127,4 @@ class Items:
 
 
 def _arguments(text: str, at: str) -> Mapping[str, Any]:
-    if not text:
-        return {}
-    try:
-        arguments = json.loads(text)
-    except ValueError as error:
-        raise refuse(at, f"is not valid JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise refuse(at, "must be the JSON text of an object")
-    return arguments
+    return json_object(text, at, "must be the JSON text of an object") if text else {}

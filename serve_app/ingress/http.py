@@ -20,7 +20,6 @@ from engine.types.request import RequestError
 from protocols.errors import (
     ExecutionFailed,
     Family,
-    InvalidRequest,
     MethodNotAllowed,
     NotFound,
     ProtocolError,
@@ -199,8 +198,6 @@ class Ingress:
             await self._fail(request, from_request_error(error))
         except ProtocolError as error:
             await self._fail(request, error)
-        except RecursionError:  # JSON that parses, or a JSON text inside one, and that nothing else can walk
-            await self._fail(request, InvalidRequest("the request is nested too deeply"))
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
             await self._fail(request, ExecutionFailed("internal error"))

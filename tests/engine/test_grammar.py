@@ -117,7 +117,7 @@ def test_an_answer_may_hold_the_closing_token_as_text() -> None:
         (Constraint("json_schema", "[" * 100_000), "not valid JSON"),
         (
             Constraint("json_schema", '{"items":' * 200 + "{}" + "}" * 200),
-            "the JSON Schema can't be read: recursion limit",
+            "the JSON Schema is nested deeper than 120 levels",
         ),
         (Constraint("json_schema", r'{"const":"\ud800"}'), "the JSON Schema can't be read"),
         (schema({"type": "wibble"}), "Invalid type"),

@@ -272,14 +272,6 @@ def test_an_unsupported_model_is_refused() -> None:
         decoded(EXAMPLE, limits=DecodeLimits(10, logprob_token_ids=False))
 
 
-def test_deep_nesting_is_refused() -> None:
-    deep: Any = "x"
-    for _ in range(100_000):
-        deep = [deep]
-    with pytest.raises(InvalidRequest, match="nested too deeply"):
-        decoded({**EXAMPLE, "state": deep})
-
-
 ASSETS = {"<image:0>": {"type": "image", "format": "png", "data_base64": base64.b64encode(PNG).decode()}}
 
 

@@ -6,6 +6,7 @@ import gc
 import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import orjson
@@ -87,9 +88,11 @@ def test_too_many_values_are_refused_early(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_depth_is_bounded() -> None:
     filler = b"[" + b"1," * 25_000 + b"1]"
-    assert jsontext.parse_sliced(b'{"a":' + b"[" * 900 + b"]" * 900 + b',"b":' + filler + b"}")
-    with pytest.raises(ValueError, match="depth limit"):
-        jsontext.parse_sliced(b'{"a":' + b"[" * 1100 + b"]" * 1100 + b',"b":' + filler + b"}")
+    for levels, deep in ((256, False), (257, True), (2000, True)):
+        text = b'{"a":' + b"[" * levels + b"]" * levels + b',"b":' + filler + b"}"
+        assert jsontext.too_deep(text) == deep == jsontext.too_deep(text.replace(b":", b""))
+        with pytest.raises(jsontext.TooDeep) if deep else nullcontext():
+            assert jsontext.parse_sliced(text)["b"][-1] == 1
 
 
 def test_commas_inside_strings_are_not_values() -> None:
