@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import os
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.extending import intrinsic
 
-CACHED = any(os.access(place, os.W_OK) for place in (Path(__file__).parent, os.path.expanduser("~")))
-"""Whether compiled functions can be kept: beside the sources, else in the user's cache. numba fails without either."""
+from engine.kernels.emitter import ROUNDING
 
-ROUND = np.float32(1.5 * 2**23)
-"""A float32 so great that adding it leaves no room for a fraction; subtracting it again has rounded, as vector code."""
+_HERE = Path(__file__).parent
+
+
+def _keep() -> bool:
+    """Has numba keep what it compiles beside the sources, else in the user's cache; False where neither can be written.
+    The place is named by all sources of this folder: numba itself looks at the changes of one file alone."""
+    digest = sha256()
+    for path in sorted(_HERE.glob("*.py")):
+        digest.update(path.read_bytes())
+    for place in (_HERE / "__pycache__", Path(os.path.expanduser("~"), ".cache", "flare")):
+        folder = place / f"kernels-{digest.hexdigest()[:16]}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            config.CACHE_DIR = config.CACHE_DIR or str(folder)
+            return True
+    return bool(config.CACHE_DIR)
+
+
+CACHED = _keep()
+"""Whether compiled functions can be kept from one process to the next."""
+
+ROUND = np.float32(ROUNDING)
+"""Added and subtracted again it has rounded, as vector code."""
 
 _I64 = ir.IntType(64)
 

@@ -5,7 +5,6 @@ by fours, exactly. An activation is two bytes, step * (high + low / 254): what t
 would. out = sum over groups of scale * step * (codes · high + codes · low / 254) + zero * (sum of activations).
 
 A row's operations and their order are the same in every tile, so its result doesn't depend on how many rows there are.
-The compiled function's cache knows changes of this file alone, so all of it is here.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.kernels.emitter import FLOAT, FLOATS, HALVES, I32, INTS, LANES, Emitter
 from engine.kernels.memory import CACHED, address, take
 
-LANES = 16
-"""Outputs of a tile."""
 _AHEAD = 8192
 """Bytes before they are used that weights are asked for: the processor itself doesn't look beyond a page."""
 _STREAMED = 2
@@ -29,70 +27,30 @@ _STREAMED = 2
 FINE = 254
 """Units of an activation's low byte in one of its high byte: half a unit is left over, and 127 units say it."""
 
-_I32, _I64, _FLOAT, _HALF = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.HalfType()
-_INTS, _FLOATS, _HALVES = (ir.VectorType(kind, LANES) for kind in (_I32, _FLOAT, _HALF))
 
 
-class _Emitter:
-    """Instructions on addresses that are plain 64-bit integers."""
-
+class _Emitter(Emitter):
     def __init__(self, builder: Any) -> None:
-        self.builder = builder
-        dot = ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
-        fma = ir.FunctionType(_FLOATS, [_FLOATS, _FLOATS, _FLOATS])
+        super().__init__(builder)
+        dot = ir.FunctionType(INTS, [INTS, INTS, INTS])
         self._dot = cgutils.get_or_insert_function(builder.module, dot, "llvm.x86.avx512.vpdpbusd.512")
-        self._fma = cgutils.get_or_insert_function(builder.module, fma, "llvm.fma.v16f32")
-
-    def plus(self, base: Any, *terms: Any) -> Any:
-        for term in terms:
-            base = self.builder.add(base, ir.Constant(_I64, term) if isinstance(term, int) else term)
-        return base
-
-    def times(self, value: Any, factor: int) -> Any:
-        return self.builder.mul(value, ir.Constant(_I64, factor))
-
-    def place(self, address: Any, kind: Any) -> Any:
-        return self.builder.inttoptr(address, kind.as_pointer())
-
-    def load(self, address: Any, kind: Any, align: int) -> Any:
-        return self.builder.load(self.place(address, kind), align=align)
-
-    def spread(self, address: Any, kind: Any) -> Any:
-        """One value at `address` in every lane."""
-        vector = ir.VectorType(kind, LANES)
-        first = self.builder.insert_element(
-            ir.Constant(vector, ir.Undefined), self.load(address, kind, 4), ir.Constant(_I32, 0)
-        )
-        return self.builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
 
     def codes(self, address: Any, steps: int, nibbles: bool) -> list[Any]:
         """The group's codes, a vector of 16 outputs by 4 inputs a step. Nibbles: step i and step i + steps / 2 share a
         byte, the earlier one below."""
         if not nibbles:
-            return [self.load(self.plus(address, 64 * step), _INTS, 64) for step in range(steps)]
-        mask, four = ir.Constant(_INTS, [0x0F0F0F0F] * LANES), ir.Constant(_INTS, [4] * LANES)
-        pairs = [self.load(self.plus(address, 64 * step), _INTS, 64) for step in range(steps // 2)]
+            return [self.load(self.plus(address, 64 * step), INTS, 64) for step in range(steps)]
+        mask, four = ir.Constant(INTS, [0x0F0F0F0F] * LANES), ir.Constant(INTS, [4] * LANES)
+        pairs = [self.load(self.plus(address, 64 * step), INTS, 64) for step in range(steps // 2)]
         high = [self.builder.lshr(pair, four) for pair in pairs]
         return [self.builder.and_(part, mask) for part in (*pairs, *high)]
 
     def dot(self, codes: list[Any], address: Any) -> Any:
         """float32 [16]: the codes times the activations (int8) at `address`."""
-        total = ir.Constant(_INTS, [0] * LANES)
+        total = ir.Constant(INTS, [0] * LANES)
         for step, vector in enumerate(codes):
-            total = self.builder.call(self._dot, [total, vector, self.spread(self.plus(address, 4 * step), _I32)])
-        return self.builder.sitofp(total, _FLOATS)
-
-    def prefetch(self, address: Any, count: int) -> None:
-        """Asks for the `count` cache lines from `address` on."""
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        for line in range(count):
-            place = self.builder.inttoptr(self.plus(address, 64 * line), byte)
-            self.builder.call(function, [place, *(ir.Constant(_I32, value) for value in (0, 3, 1))])
-
-    def fma(self, left: Any, right: Any, added: Any) -> Any:
-        return self.builder.call(self._fma, [left, right, added])
+            total = self.builder.call(self._dot, [total, vector, self.spread_at(self.plus(address, 4 * step), I32)])
+        return self.builder.sitofp(total, FLOATS)
 
 
 def code_bytes(group: int, nibbles: bool) -> int:
@@ -114,39 +72,28 @@ def tile(rows: int, group: int, nibbles: bool) -> Any:
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         activations, steps, sums, weights, out, groups, row, out_row = arguments
         make = _Emitter(builder)
-        before = builder.block
-        loop, after = builder.append_basic_block("groups"), builder.append_basic_block("after")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        index = builder.phi(_I64)
-        index.add_incoming(ir.Constant(_I64, 0), before)
-        sofar = [builder.phi(_FLOATS) for _ in range(rows)]
-        here = make.plus(weights, make.times(index, group_bytes(group, nibbles)))
-        if rows <= _STREAMED:
-            make.prefetch(make.plus(here, _AHEAD), group_bytes(group, nibbles) // 64)
-        vectors = make.codes(here, group // 4, nibbles)
-        factors = make.plus(here, code_bytes(group, nibbles))
-        scale = builder.fpext(make.load(factors, _HALVES, 32), _FLOATS)
-        zero = builder.fpext(make.load(make.plus(factors, 2 * LANES), _HALVES, 32), _FLOATS)
-        totals = []
-        for number in range(rows):
-            shift = builder.mul(row, ir.Constant(_I64, number))
-            high = make.plus(activations, shift, make.times(index, 2 * group))
-            low = make.dot(vectors, make.plus(high, group))
-            product = make.fma(low, ir.Constant(_FLOATS, [1 / FINE] * LANES), make.dot(vectors, high))
-            place = make.plus(make.times(index, 4), make.times(make.times(groups, 4), number))
-            step, total = (make.spread(make.plus(base, place), _FLOAT) for base in (steps, sums))
-            totals.append(make.fma(zero, total, make.fma(builder.fmul(scale, step), product, sofar[number])))
-        following = make.plus(index, 1)
-        index.add_incoming(following, loop)
-        for old, new in zip(sofar, totals, strict=True):
-            old.add_incoming(ir.Constant(_FLOATS, [0.0] * LANES), before)
-            old.add_incoming(new, loop)
-        builder.cbranch(builder.icmp_signed("<", following, groups), loop, after)
-        builder.position_at_end(after)
-        for number, total in enumerate(totals):
-            address = make.plus(out, builder.mul(out_row, ir.Constant(_I64, number)))
-            builder.store(total, make.place(address, _FLOATS), align=4)
+
+        def add(index: Any, sofar: list[Any]) -> list[Any]:
+            here = make.plus(weights, make.times(index, group_bytes(group, nibbles)))
+            if rows <= _STREAMED:
+                make.prefetch(make.plus(here, _AHEAD), group_bytes(group, nibbles) // 64)
+            vectors = make.codes(here, group // 4, nibbles)
+            factors = make.plus(here, code_bytes(group, nibbles))
+            scale = builder.fpext(make.load(factors, HALVES, 32), FLOATS)
+            zero = builder.fpext(make.load(make.plus(factors, 2 * LANES), HALVES, 32), FLOATS)
+            totals = []
+            for number in range(rows):
+                shift = make.times(row, number)
+                high = make.plus(activations, shift, make.times(index, 2 * group))
+                low = make.dot(vectors, make.plus(high, group))
+                product = make.fma(low, make.constant(1 / FINE), make.dot(vectors, high))
+                place = make.plus(make.times(index, 4), make.times(make.times(groups, 4), number))
+                step, total = (make.spread_at(make.plus(base, place), FLOAT) for base in (steps, sums))
+                totals.append(make.fma(zero, total, make.fma(builder.fmul(scale, step), product, sofar[number])))
+            return totals
+
+        for number, total in enumerate(make.loop(groups, [make.constant(0.0)] * rows, add)):
+            make.store(total, make.plus(out, make.times(out_row, number)))
         return context.get_dummy_value()
 
     @intrinsic  # type: ignore[untyped-decorator]
