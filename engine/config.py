@@ -9,7 +9,7 @@ from typing import Any, Literal
 Dtype = Literal["auto", "bfloat16", "float32"]
 Numerics = Literal["auto", "invariant", "fast"]
 Device = Literal["auto", "cpu", "cuda"]
-Attention = Literal["auto", "reference", "cpu", "triton_paged", "flash"]
+Attention = Literal["auto", "reference", "cpu", "compiled", "triton_paged", "flash"]
 
 
 @dataclass(frozen=True, slots=True)

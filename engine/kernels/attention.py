@@ -8,14 +8,18 @@ cut. Import only where `team.missing()` is empty: compiles at import (seconds on
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
+from engine.kernels import team
 from engine.kernels.emitter import FLOAT, FLOATS, I32, INTS, LANES, SHORTS, Emitter
 from engine.kernels.memory import CACHED, address, pointer, take
 
@@ -325,3 +329,11 @@ def attend(raw: Any) -> None:
             return
         for number in range(first, min(first + a[CHUNK], a[UNITS])):
             _unit(a, number, memory)
+
+
+def run(arguments: Mapping[int, int]) -> None:
+    """One call on all threads; `arguments` by place."""
+    block = (ctypes.c_int64 * ARGUMENTS)()
+    for place, value in arguments.items():
+        block[place] = value
+    team.run(attend.address, torch.get_num_threads(), block)

@@ -23,8 +23,9 @@ _ALONE = 1 << 16
 
 @cfunc(types.void(types.voidptr), cache=CACHED, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
 def _norm(raw: Any) -> None:
-    """Arguments: counter, chunk, rows, width, input, weight, output, address of epsilon (float32)."""
-    a = carray(raw, (8,), np.int64)
+    """Arguments: counter, chunk, rows, width, input, weight, output, address of epsilon (float32), what is added to the
+    input beforehand, in place (0: nothing)."""
+    a = carray(raw, (9,), np.int64)
     rows, width = a[2], a[3]
     weight = carray(pointer(a[5]), (width,), np.float32)
     epsilon = carray(pointer(a[7]), (1,), np.float32)[0]
@@ -35,6 +36,10 @@ def _norm(raw: Any) -> None:
         for row in range(first, min(first + a[1], rows)):
             x = carray(pointer(a[4] + 4 * row * width), (width,), np.float32)
             out = carray(pointer(a[6] + 4 * row * width), (width,), np.float32)
+            if a[8] != 0:
+                added = carray(pointer(a[8] + 4 * row * width), (width,), np.float32)
+                for index in range(width):
+                    x[index] += added[index]
             squares = np.float32(0)
             for index in range(width):
                 squares += x[index] * x[index]
@@ -78,6 +83,24 @@ def _swiglu(raw: Any) -> None:
                 out[index] = gate / (np.float32(1) + _exp(-gate)) * x[1, index]
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _rotated(x: Any, cos: Any, sin: Any, half: Any) -> None:
+    """One head in place: x * cos + (second half, first half) * signed sin."""
+    for index in range(half):
+        left, right = x[0, index], x[1, index]
+        x[0, index] = left * cos[0, index] + right * sin[0, index]
+        x[1, index] = right * cos[1, index] + left * sin[1, index]
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _shortened(bits: Any, out: Any, count: Any) -> None:
+    """float32 bit patterns as bfloat16: to the nearest, ties to even; NaN as torch writes it."""
+    for index in range(count):
+        value = np.int64(bits[index])
+        rounded = (value + 0x7FFF + ((value >> 16) & 1)) >> 16
+        out[index] = 0x7FC0 if (value & 0x7FFFFFFF) > 0x7F800000 else rounded
+
+
 @cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
 def _rotate(raw: Any) -> None:
     """Arguments: counter, chunk, rows, floats of a row, heads, half a head, input and output, cosines, signed sines."""
@@ -92,17 +115,70 @@ def _rotate(raw: Any) -> None:
             cos = carray(pointer(a[7] + 8 * row * half), (2, half), np.float32)
             sin = carray(pointer(a[8] + 8 * row * half), (2, half), np.float32)
             for head in range(heads):
-                for index in range(half):
-                    left, right = x[head, 0, index], x[head, 1, index]
-                    x[head, 0, index] = left * cos[0, index] + right * sin[0, index]
-                    x[head, 1, index] = right * cos[1, index] + left * sin[1, index]
+                _rotated(x[head], cos, sin, half)
+
+
+@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
+def _store(raw: Any) -> None:
+    """Arguments: counter, chunk, rows, floats of a row, floats to write, input, positions in the pool, pool."""
+    a = carray(raw, (8,), np.int64)
+    while True:
+        first = take(address(raw), a[1])
+        if first >= a[2]:
+            return
+        for row in range(first, min(first + a[1], a[2])):
+            bits = carray(pointer(a[5] + 4 * row * a[3]), (a[4],), np.int32)
+            place = carray(pointer(a[6] + 8 * row), (1,), np.int64)[0]
+            _shortened(bits, carray(pointer(a[7] + 2 * place * a[4]), (a[4],), np.uint16), a[4])
+
+
+@cfunc(types.void(types.voidptr), cache=CACHED, error_model="numpy", fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+def _heads(raw: Any) -> None:
+    """What lies between the product that gives queries, keys and values, and attention: bias, norms of query and key
+    heads, rotation, and storing. Arguments: counter, chunk, rows, heads, key heads, size of a head, rows' floats in place
+    (queries, keys, values), positions, tables of cosines and signed sines, positions in the pool, pool, bias, query
+    norm, key norm (0: none of these), address of the norms' epsilon."""
+    a = carray(raw, (16,), np.int64)
+    heads, kv_heads, dim = a[3], a[4], a[5]
+    width, half = (heads + 2 * kv_heads) * dim, dim // 2
+    while True:
+        first = take(address(raw), a[1])
+        if first >= a[2]:
+            return
+        for row in range(first, min(first + a[1], a[2])):
+            place = a[6] + 4 * row * width
+            if a[12] != 0:
+                flat, bias = carray(pointer(place), (width,), np.float32), carray(pointer(a[12]), (width,), np.float32)
+                for index in range(width):
+                    flat[index] += bias[index]
+            position = carray(pointer(a[7] + 8 * row), (1,), np.int64)[0]
+            cos = carray(pointer(a[8] + 4 * position * dim), (2, half), np.float32)
+            sin = carray(pointer(a[9] + 4 * position * dim), (2, half), np.float32)
+            for head in range(heads + kv_heads):
+                weights = a[13] if head < heads else a[14]
+                if weights != 0:
+                    x = carray(pointer(place + 4 * head * dim), (dim,), np.float32)
+                    weight = carray(pointer(weights), (dim,), np.float32)
+                    squares = np.float32(0)
+                    for index in range(dim):
+                        squares += x[index] * x[index]
+                    epsilon = carray(pointer(a[15]), (1,), np.float32)[0]
+                    inverse = np.float32(1) / np.sqrt(squares / np.float32(dim) + epsilon)
+                    for index in range(dim):
+                        x[index] = x[index] * inverse * weight[index]
+                _rotated(carray(pointer(place + 4 * head * dim), (2, half), np.float32), cos, sin, half)
+            count = 2 * kv_heads * dim
+            target = carray(pointer(a[10] + 8 * row), (1,), np.int64)[0]
+            bits = carray(pointer(place + 4 * heads * dim), (count,), np.int32)
+            _shortened(bits, carray(pointer(a[11] + 2 * target * count), (count,), np.uint16), count)
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     """float32 [n, width] / sqrt(mean(x²) + epsilon) * weight; `weight` [width], `epsilon` [1], both float32."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _call(_norm.address, len(x), x.shape[1], x.data_ptr(), weight.data_ptr(), out.data_ptr(), epsilon.data_ptr())
+    places = x.data_ptr(), weight.data_ptr(), out.data_ptr(), epsilon.data_ptr()
+    _call(_norm.address, len(x), x.shape[1], *places, 0)
     return out
 
 
@@ -125,6 +201,15 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     arguments = (ctypes.c_int64 * 9)(0, -(-len(x) // (4 * threads)), *numbers)
     team.run(_rotate.address, threads, arguments)
     return x
+
+
+def store(x: Tensor, positions: Tensor, pool: Tensor) -> None:
+    """Puts float32 rows [n, heads, dim], whose heads lie without gaps, at `positions` int64 [n] of `pool` bfloat16
+    [positions, heads, dim]."""
+    threads = torch.get_num_threads() if x.numel() > _ALONE else 1
+    sizes = len(x), x.stride(0), x.shape[1] * x.shape[2]
+    arguments = 0, -(-len(x) // (4 * threads)), *sizes, x.data_ptr(), positions.data_ptr(), pool.data_ptr()
+    team.run(_store.address, threads, (ctypes.c_int64 * len(arguments))(*arguments))
 
 
 def _call(function: int, count: int, width: int, *places: int) -> None:
