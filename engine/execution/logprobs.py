@@ -10,12 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.execution.sampling_rows import Upload, uploader
 from engine.execution.selection import count_greater, exponential_sums, largest
+from engine.kernels import team
+
+if TYPE_CHECKING:
+    from engine.kernels.observing import Seen
 
 NOT_FINITE = -9999.0
 """How a log probability that isn't finite is reported. Replaced here, so that nothing downstream meets -inf or NaN."""
@@ -88,9 +94,13 @@ def observe(
     padded = [(entry.row, *entry.ids, *[0] * (width - len(entry.ids))) for entry in asked]
     packed = upload(np.array(padded, dtype=np.int64))
     whole = rows == list(range(len(logits)))
-    raw, ids = (logits, chosen) if whole else (logits[packed[:, 0]], chosen[packed[:, 0]])
-    peak, spread = _normalizer(raw)
     most = max((entry.natural for entry in asked if not entry.ids), default=0)
+    ids = chosen if whole else chosen[packed[:, 0]]
+    seen = _compiled(logits, torch.cat((packed[:, :1], ids[:, None], packed[:, 1:]), 1), most)
+    if seen is not None:
+        return Observations(tuple(asked), seen.picked[:, 0], seen.top, seen.top_ids, seen.picked[:, 1:])
+    raw = logits if whole else logits[packed[:, 0]]
+    peak, spread = _normalizer(raw)
     top, top_ids = largest(raw, most)
     return Observations(
         tuple(asked),
@@ -106,6 +116,10 @@ def score_prompt(logits: Tensor, targets: Tensor, alternatives: int) -> PromptOb
 
     A rank is one plus the number of strictly greater values. Callers bound memory by the rows they pass at once.
     """
+    rows = torch.arange(len(targets), device=targets.device)
+    seen = _compiled(logits, torch.stack((rows, targets), 1), alternatives)
+    if seen is not None:
+        return PromptObservations(targets, seen.picked[:, 0], seen.rank, seen.top, seen.top_ids)
     peak, spread = _normalizer(logits)
     actual = logits.gather(1, targets[:, None])
     top, top_ids = largest(logits, alternatives)
@@ -116,6 +130,15 @@ def score_prompt(logits: Tensor, targets: Tensor, alternatives: int) -> PromptOb
         _scores(top, peak, spread),
         top_ids,
     )
+
+
+def _compiled(logits: Tensor, asked: Tensor, natural: int) -> Seen | None:
+    """The same compiled, see `kernels.observing.observe`; None where that can't run or doesn't serve."""
+    if logits.is_cuda or team.missing() or not len(asked):
+        return None
+    from engine.kernels import observing  # compiles at import, so only where it runs
+
+    return observing.observe(logits, asked, natural)
 
 
 def _normalizer(logits: Tensor) -> tuple[Tensor, Tensor]:

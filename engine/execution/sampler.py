@@ -18,6 +18,7 @@ from engine.execution.noise import noise_keys, noise_keys_on_host
 from engine.execution.sampling_rows import Bans, Mask, Part, Penalties, SamplingRows
 from engine.execution.selection import block_maxima
 from engine.execution.thresholds import by_filters, plain
+from engine.kernels import team
 
 __all__ = ["Bans", "Mask", "Penalties", "Sampled", "SamplingRows", "sample"]
 
@@ -38,15 +39,22 @@ class Sampled:
         return {row: texts[state] for row, state in enumerate(self.state.tolist()) if state}
 
 
-def sample(logits: Tensor, rows: SamplingRows, mask: Mask | None = None) -> Sampled:
-    """Samples one id for each row of raw float32 `logits` [rows, vocab], which stay unchanged.
+def sample(logits: Tensor, rows: SamplingRows, mask: Mask | None = None, threads: int | None = None) -> Sampled:
+    """Samples one id for each row of raw float32 `logits` [rows, vocab], which stay unchanged. Where compiled kernels
+    run they take the rows on `threads` threads, by default as many as torch's passes.
 
     On a CUDA device nothing waits for the host. A row whose logits aren't finite, or whose mask allows nothing,
     yields some id and a state that says so.
     """
+    working = _transformed(logits, rows, mask)
+    if not logits.is_cuda and not team.missing():
+        from engine.kernels import sampling  # compiles at import, so only where it runs
+
+        threads = threads or torch.get_num_threads()
+        settings = rows.temperature, rows.top_p, rows.top_k, rows.min_p, rows.seed, rows.position
+        return Sampled(*sampling.choose(working, logits, threads, *settings))
     raw_maxima = block_maxima(logits)
     finite = torch.isfinite(raw_maxima.amax(1))
-    working = _transformed(logits, rows, mask)
     maxima = raw_maxima if working is logits else block_maxima(working)
     peak = maxima.amax(1)
     part = Part(working, maxima, peak, rows, _keys(rows))
