@@ -109,15 +109,22 @@ class Engine:
         self._ranks = ranks_factory()
         self.report: RankReport = self._ranks.report
         manifest = model.manifest
+        context = config.context or manifest.context
         self._scheduler = Scheduler(
             config,
             pages=self.report.pages,
-            context=config.context or manifest.context,
+            context=context,
             cache_seed=cache_seed(
                 manifest, dtype=config.dtype, numerics=self.report.numerics, page_tokens=config.page_tokens
             ),
             with_prompt=manifest.format == "scripted",
         )
+        if self.context < context:
+            log.warning(
+                "the context is cut from %d tokens to the %d that the KV pool holds (engine.kv_bytes)",
+                context,
+                self.context,
+            )
         self._guides = _Guides(model, open_guide, self._poke)
         self._pace = StepPace(config.step_timeout)
         self._tombstones = Tombstones()
@@ -149,6 +156,11 @@ class Engine:
         return Inline(config)
 
     # ---- for any thread ----
+
+    @property
+    def context(self) -> int:
+        """Prompt plus output tokens in force: what was configured, or what the KV pool holds if that is less."""
+        return self._scheduler.context
 
     def start(self) -> None:
         """Runs the engine on a thread of its own until `close`."""

@@ -68,9 +68,10 @@ class ModelFacts:
         return bool(name) and (name == self.identifier or name in self.aliases)
 
     def in_force(self, reported: Mapping[str, str]) -> ModelFacts:
-        """The same with what "auto" came to, from the engine's report."""
+        """The same with what "auto" came to, and the context that the KV pool holds, from the engine's report."""
         known = {name: reported[name] for name in IN_FORCE if name in reported}
-        return replace(self, modes={**self.modes, **known})
+        context = min(self.context, int(reported.get("context", self.context)))
+        return replace(self, context=context, modes={**self.modes, **known})
 
 
 def model_card(facts: ModelFacts, instance: str, created: int) -> dict[str, Any]:

@@ -40,8 +40,9 @@ News = list[tuple[Group, list[Update]]]
 
 
 class Scheduler:
-    """`context`: prompt plus output tokens. `cache_seed`: see `engine.cache.keys.cache_seed`. `with_prompt`: slots get
-    their prompt even when sampling doesn't need it (scripted models)."""
+    """`context`: prompt plus output tokens; a smaller pool of pages cuts it. `cache_seed`: see
+    `engine.cache.keys.cache_seed`. `with_prompt`: slots get their prompt even when sampling doesn't need it (scripted
+    models)."""
 
     def __init__(
         self, config: EngineConfig, *, pages: int, context: int, cache_seed: bytes, with_prompt: bool = False
@@ -52,7 +53,7 @@ class Scheduler:
                 "one step must hold a token of every running request"
             )
         self.config = config
-        self.context = context
+        self._context = context
         self.counters = Counters()
         self.waiting = Waiting()
         self.active: dict[int, Request] = {}
@@ -79,6 +80,7 @@ class Scheduler:
             request.awaits = None
         self.active.clear()
         self.flights.clear()
+        self.context = min(self._context, pages * self.config.page_tokens)
         self.kv = KVCache(pages, self.config.page_tokens, reuse=self.config.prefix_cache)
         self.kv.pool.drained(self._number)
         self._slots = list(range(self.config.max_requests - 1, -1, -1))
@@ -97,15 +99,15 @@ class Scheduler:
     def prepare(self, group: Group, children: Sequence[PreparedPrompt]) -> list[Request]:
         """Requests for a group's children, all or none. Changes nothing, so any thread may call it. Raises
         RequestError for what can never be served."""
-        pool = self.kv.pool.total * self.config.page_tokens
         requests = []
         for child, prompt in enumerate(children):
             length = len(prompt.token_ids)
             if length == 0:
                 raise RequestError("the prompt is empty", field="prompt")
-            if length > min(self.context, pool):
-                limit = f"{self.context} maximum" if pool >= self.context else f"{pool} that the KV pool holds"
-                raise RequestError(f"prompt is too long: {length} tokens > {limit}", code="context_length_exceeded")
+            limit = self.context if prompt.max_tokens == 0 else self.context - 1  # room for one generated token
+            if length > limit:
+                message = f"prompt is too long: {length} tokens > {limit} maximum"
+                raise RequestError(message, code="context_length_exceeded")
             request = Request(group, child, prompt, self.context)
             self._name_prompt(request)
             requests.append(request)

@@ -36,7 +36,7 @@ def routes(service: Service) -> list[Route]:
         name = _wanted(await _plain_object(service, request))
         if not service.facts.known_as(name):
             raise NotFound(f"model {name[:200]!r} not found", code="model_not_found")
-        await request.json(discovery.ollama_show(service.facts))
+        await request.json(discovery.ollama_show((await service.identity()).facts))
 
     return [
         Route("GET", "/health", health, open=True),

@@ -291,11 +291,40 @@ def cramped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def test_a_request_that_outgrows_the_pool_ends_with_the_limit(cramped: Site) -> None:
     pool = cramped.inline.engine.report.pages * 16
     assert 16 < pool < 500
+    (card,) = cramped.send("GET", "/v1/models").json["data"]
+    show = cramped.post("/api/show", {"model": card["id"]})
+    assert card["max_model_len"] == card["flare"]["default_max_tokens"] == pool
+    assert show["model_info"]["flare.context_length"] == pool
     for endpoint, body in ((COMPLETIONS, {"prompt": "again"}), (CHAT, chat("again"))):
         answer = cramped.post(endpoint, body)
         assert answer["choices"][0]["finish_reason"] == "length"
         usage = answer["usage"]
-        assert pool - 1 <= usage["total_tokens"] <= pool + 1
+        assert usage["total_tokens"] == pool
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_the_pool_cant_hold_is_over_the_context(cramped: Site, stream: bool) -> None:
+    pool = cramped.inline.engine.report.pages * 16
+    ids = {"prompt": [5] * (pool - 1), "max_tokens": 1}
+    assert cramped.post(COMPLETIONS, ids)["usage"]["total_tokens"] == pool
+    long = "x " * pool
+    tokens = 0
+    for path, body in (
+        (COMPLETIONS, {"prompt": [5] * pool}),
+        (CHAT, chat(long)),
+        ("/v1/messages", {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": long}]}),
+        ("/v1/responses", {"model": "m", "input": long}),
+    ):
+        reply = cramped.send("POST", path, {**body, "stream": stream}, HEADERS)
+        assert reply.status == 400, path
+        error = reply.json["error"]
+        tokens = pool if path == COMPLETIONS else int(error["message"].split()[4])
+        assert tokens >= pool
+        assert error["message"] == f"prompt is too long: {tokens} tokens > {pool - 1} maximum"
+        assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
+    state = {"model": "m", "state": long, "questions": {"q": {"type": "noul"}}}
+    assert "prompt is too long" in cramped.refused("/v1/systemone", state)
+    assert cramped.service.pool.requests == 0
 
 
 def test_nothing_is_lost_while_a_reader_pauses(tmp_path: Path) -> None:

@@ -123,20 +123,34 @@ def test_the_context_ends_an_answer() -> None:
     rig = Rig(context=16)
     prompt = make_prompt(range(1, 13), max_tokens=100, ignore_eos=True)
     rig.submit("a", prompt)
-    rig.submit("full", make_prompt(range(1, 17), max_tokens=100))
+    rig.submit("full", make_prompt(range(1, 17), max_tokens=0))
     rig.run()
     rig.check("a", prompt)
     assert len(rig.ids("a")) == 4
     assert rig.ids("full") == [] and rig.end("full") == EngineEnd("limit")
-    with pytest.raises(RequestError, match=r"too long: 17 tokens > 16 maximum") as raised:
-        rig.submit("long", make_prompt(range(17)))
-    assert raised.value.code == "context_length_exceeded"
+    for prompt, limit in ((make_prompt(range(1, 17), max_tokens=1), 15), (make_prompt(range(17), max_tokens=0), 16)):
+        message = rf"^prompt is too long: {len(prompt.token_ids)} tokens > {limit} maximum$"
+        with pytest.raises(RequestError, match=message) as raised:
+            rig.submit("long", prompt)
+        assert raised.value.code == "context_length_exceeded"
     rig.check_returned()
+
+
+def test_a_pool_smaller_than_the_context_is_the_context(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(pages=3)
+    assert rig.engine.context == 12
+    assert "the context is cut from 64 tokens to the 12 that the KV pool holds (engine.kv_bytes)" in caplog.text
+    prompt = make_prompt(range(1, 9), max_tokens=100, ignore_eos=True)
+    rig.submit("a", prompt)
+    rig.run()
+    assert (rig.ids("a"), rig.end("a")) == (alone(prompt)[0][:4], EngineEnd("limit"))
+    rig.check_returned()
+    assert Rig(context=16).engine.context == 16
 
 
 def test_a_prompt_beyond_the_pool_is_refused() -> None:
     rig = Rig(pages=3)
-    with pytest.raises(RequestError, match="12 that the KV pool holds"):
+    with pytest.raises(RequestError, match="tokens > 11 maximum"):
         rig.submit("a", make_prompt(range(13)))
     with pytest.raises(RequestError, match="empty"):
         rig.submit("b", make_prompt([]))
@@ -262,16 +276,6 @@ def test_pages_of_a_failed_computation_are_not_shared() -> None:
 
 
 # ---- pages run out ----
-
-
-def test_a_request_alone_in_the_pool_ends_with_the_limit() -> None:
-    rig = Rig(pages=3)
-    prompt = make_prompt(range(1, 6), max_tokens=40, ignore_eos=True)
-    rig.submit("a", prompt)
-    rig.run()
-    assert rig.end("a") == EngineEnd("limit")
-    assert rig.ids("a") == alone(prompt)[0][:8], "12 positions hold the prompt and 7 tokens; the eighth isn't fed"
-    rig.check_returned()
 
 
 def test_the_youngest_gives_way_and_nobody_notices() -> None:

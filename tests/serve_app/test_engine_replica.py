@@ -21,6 +21,7 @@ class StillEngine:
     def __init__(self, state: Any = "running", age: float = 0.0, rebuilding: float = 0.0) -> None:
         self.state, self.age, self.rebuilding = state, age, rebuilding
         self.config = SimpleNamespace(step_timeout=10.0)
+        self.context = 512
         self.report = RankReport(8, 64, 1000, 320, "cpu", "cpu", "invariant", "auto")
         self.paused, self.failed_waiting = False, False
 

@@ -149,6 +149,8 @@ class Site:
         self.model = self.startup.model
         self.preprocessor = InlinePreprocessor(self.startup.lowering())
         self.engine = InlineEngine(self.inline)
+        cluster = FakeCluster()
+        cluster.answer["processes"][0]["facts"]["context"] = str(self.inline.engine.context)
         self.service = Service(
             settings=IngressSettings(
                 api_key=tree.server.api_key, max_body_bytes=tree.server.max_body_bytes, under_serve=False
@@ -157,7 +159,7 @@ class Site:
             limits=self.startup.decode_limits,
             preprocessor=self.preprocessor,
             engine=self.engine,
-            cluster=FakeCluster(),
+            cluster=cluster,
             open_pipeline=self.startup.open_pipeline,
             token_bytes=self.model.tokens.bytes,
         )

@@ -129,10 +129,13 @@ async def test_generation_objects_name_the_loaded_model_whatever_was_asked() -> 
     assert (await call(world.app, "POST", "/v1/chat/completions", body)).json["model"] == "house"
 
 
+@pytest.mark.parametrize("context", ["1000000", "48"])
 @asynchronous
-async def test_tags_and_show_agree_with_the_card() -> None:
+async def test_tags_and_show_agree_with_the_card(context: str) -> None:
     world = World(facts=ALIASED)
+    world.cluster.answer["processes"][0]["facts"]["context"] = context
     (card,) = (await call(world.app, "GET", "/v1/models")).json["data"]
+    assert card["max_model_len"] == min(ALIASED.context, int(context))
     (entry,) = (await call(world.app, "GET", "/api/tags")).json["models"]
     assert entry["name"] == entry["model"] == card["id"]
     info = (await call(world.app, "POST", "/api/show", {"model": "house"})).json["model_info"]
