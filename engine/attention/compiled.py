@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from engine.attention.protocol import Batch, Capabilities, KvPool, Needs
 from engine.kernels import team
+
+if TYPE_CHECKING:
+    from engine.kernels.program import Call
 
 _PIECE_ROWS = 8
 """Positions of a chunk that go through its keys together, where their heads allow it."""
@@ -83,41 +86,30 @@ class CompiledAttention:
         self._store(_rows(kv), metadata.writes, self._pool.layers[layer])
         rows = _rows(query)
         out = (torch.empty if metadata.complete else torch.zeros)(len(rows), self._heads * self._dim)
-        steady = self.arguments(rows.data_ptr(), 4 * rows.stride(0), out.data_ptr(), layer)
-        self._kernel.run(steady | self.variable(metadata))
+        call = self.call(rows.data_ptr(), 4 * rows.stride(0), out.data_ptr(), layer)
+        self._kernel.run(call, self.values(metadata))
         return out.to(query.dtype)
 
-    @property
-    def function(self) -> int:
-        """The kernel's address, for a program."""
-        return int(self._kernel.attend.address)
+    def call(self, query: int, query_row: int, out: int, layer: int) -> Call:
+        """The kernel on queries float32 at address `query`, `query_row` bytes a row; the result goes to `out`, without
+        gaps."""
+        group, row = self._heads // self._kv_heads, 4 * self._heads * self._dim
+        sizes = 0, 1, "units", self._kv_heads, group, self._dim
+        pool = self._pool.layers[layer].data_ptr(), "tables", "table width", self._pool.page_tokens
+        function = self._kernel.attend.address
+        return function, (*sizes, "work", query, query_row, out, row, *pool, self._scale.ctypes.data)
 
-    def arguments(self, query: int, query_row: int, out: int, layer: int) -> dict[int, int]:
-        """The kernel's arguments that stay the same from step to step, by place: queries float32 at address `query`,
-        `query_row` bytes a row, and where the result goes, without gaps."""
-        kernel = self._kernel
-        return {
-            kernel.KV_HEADS: self._kv_heads,
-            kernel.GROUP: self._heads // self._kv_heads,
-            kernel.DIM: self._dim,
-            kernel.QUERY: query,
-            kernel.QUERY_ROW: query_row,
-            kernel.OUT: out,
-            kernel.OUT_ROW: 4 * self._heads * self._dim,
-            kernel.POOL: self._pool.layers[layer].data_ptr(),
-            kernel.PAGE_TOKENS: self._pool.page_tokens,
-            kernel.SCALE: self._scale.ctypes.data,
-        }
+    def pool(self, layer: int) -> int:
+        """Address of a layer's keys and values."""
+        return self._pool.layers[layer].data_ptr()
 
-    def variable(self, metadata: CompiledMetadata) -> dict[int, int]:
-        """The arguments that a step decides, by place."""
-        kernel = self._kernel
+    def values(self, metadata: CompiledMetadata) -> dict[str, int]:
+        """What a step gives for the names in `call`."""
         return {
-            kernel.CHUNK: 1,
-            kernel.UNITS: len(metadata.work) * self._kv_heads,
-            kernel.WORK: metadata.work.ctypes.data,
-            kernel.TABLES: metadata.tables.ctypes.data,
-            kernel.TABLE_WIDTH: metadata.tables.shape[1],
+            "units": len(metadata.work) * self._kv_heads,
+            "work": metadata.work.ctypes.data,
+            "tables": metadata.tables.ctypes.data,
+            "table width": metadata.tables.shape[1],
         }
 
 

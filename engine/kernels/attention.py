@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 from engine.kernels import team
 from engine.kernels.emitter import FLOAT, FLOATS, I32, INTS, LANES, SHORTS, Emitter
 from engine.kernels.memory import CACHED, address, pointer, take
+from engine.kernels.program import Call
 
 BLOCK = 2 * LANES
 """Keys of a block."""
@@ -246,17 +247,18 @@ def _tile(queries: int) -> Any:
 _one, _two, _three, _four = (_tile(queries) for queries in range(1, _TILE + 1))
 
 
-# Arguments of `attend`, all int64, sizes in elements and strides in bytes. WORK: int64 [units, 4] of (first row, rows,
+# Arguments of `attend`, all int64, sizes in elements and strides in bytes. WORK: int64 [pieces, 4] of (first row, rows,
 # position of the first, slot). TABLES: int32 page ids, TABLE_WIDTH a slot. POOL: bfloat16 [positions, 2 * key heads, dim].
-COUNTER, CHUNK, UNITS, KV_HEADS, GROUP, DIM, WORK, QUERY, QUERY_ROW, OUT, OUT_ROW = range(11)
-POOL, TABLES, TABLE_WIDTH, PAGE_TOKENS, SCALE, ARGUMENTS = range(11, 17)
+# UNITS: pieces times key heads.
+_COUNTER, _CHUNK, _UNITS, _KV_HEADS, _GROUP, _DIM, _WORK, _QUERY, _QUERY_ROW, _OUT, _OUT_ROW = range(11)
+_POOL, _TABLES, _TABLE_WIDTH, _PAGE_TOKENS, _SCALE, _ARGUMENTS = range(11, 17)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _unit(a: Any, number: Any, memory: Any) -> None:
     """The queries of one piece of work and one key head."""
-    group, dim, head = a[GROUP], a[DIM], number % a[KV_HEADS]
-    work = carray(pointer(a[WORK] + number // a[KV_HEADS] * 32), (4,), np.int64)
+    group, dim, head = a[_GROUP], a[_DIM], number % a[_KV_HEADS]
+    work = carray(pointer(a[_WORK] + number // a[_KV_HEADS] * 32), (4,), np.int64)
     row, start = work[0], work[2]
     total, end = work[1] * group, start + work[1]
     keys = memory
@@ -270,10 +272,10 @@ def _unit(a: Any, number: Any, memory: Any) -> None:
     mixed = carray(pointer(sums), (QUERIES, dim), np.float32)
     state = carray(pointer(states), (QUERIES, 2), np.float32)
     limit = carray(pointer(limits), (QUERIES,), np.int32)
-    scale = carray(pointer(a[SCALE]), (1,), np.float32)[0]
+    scale = carray(pointer(a[_SCALE]), (1,), np.float32)[0]
     for index in range(total):
         source = carray(
-            pointer(a[QUERY] + (row + index // group) * a[QUERY_ROW] + (head * group + index % group) * dim * 4),
+            pointer(a[_QUERY] + (row + index // group) * a[_QUERY_ROW] + (head * group + index % group) * dim * 4),
             (dim,),
             np.float32,
         )
@@ -282,16 +284,16 @@ def _unit(a: Any, number: Any, memory: Any) -> None:
             mixed[index, at] = np.float32(0)
         state[index, 0], state[index, 1] = np.float32(-np.inf), np.float32(0)
         limit[index] = start + index // group
-    table = carray(pointer(a[TABLES] + work[3] * a[TABLE_WIDTH] * 4), (a[TABLE_WIDTH],), np.int32)
-    stride = 4 * a[KV_HEADS] * dim
+    table = carray(pointer(a[_TABLES] + work[3] * a[_TABLE_WIDTH] * 4), (a[_TABLE_WIDTH],), np.int32)
+    stride = 4 * a[_KV_HEADS] * dim
     for block in range(0, end, BLOCK):
         for part in range(0, BLOCK, LANES):
             place = block + part
             if place < end:
-                position = table[place // a[PAGE_TOKENS]] * a[PAGE_TOKENS] + place % a[PAGE_TOKENS]
-                source_at = a[POOL] + position * stride + head * dim * 2
+                position = table[place // a[_PAGE_TOKENS]] * a[_PAGE_TOKENS] + place % a[_PAGE_TOKENS]
+                source_at = a[_POOL] + position * stride + head * dim * 2
                 _turn(source_at, stride, keys + 4 * part, dim)
-                _widen(source_at + 2 * a[KV_HEADS] * dim, stride, values + 4 * part * dim, dim)
+                _widen(source_at + 2 * a[_KV_HEADS] * dim, stride, values + 4 * part * dim, dim)
         for tile in range(0, total, _TILE):
             size = min(_TILE, total - tile)
             reach = min(BLOCK, limit[tile + size - 1] + 1)
@@ -309,7 +311,7 @@ def _unit(a: Any, number: Any, memory: Any) -> None:
             limit[index] -= BLOCK
     for index in range(total):
         target = carray(
-            pointer(a[OUT] + (row + index // group) * a[OUT_ROW] + (head * group + index % group) * dim * 4),
+            pointer(a[_OUT] + (row + index // group) * a[_OUT_ROW] + (head * group + index % group) * dim * 4),
             (dim,),
             np.float32,
         )
@@ -320,20 +322,18 @@ def _unit(a: Any, number: Any, memory: Any) -> None:
 
 @cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
 def attend(raw: Any) -> None:
-    """Units are pieces of work times key heads."""
-    a = carray(raw, (ARGUMENTS,), np.int64)
+    a = carray(raw, (_ARGUMENTS,), np.int64)
     memory = _scratch()
     while True:
-        first = take(address(raw), a[CHUNK])
-        if first >= a[UNITS]:
+        first = take(address(raw), a[_CHUNK])
+        if first >= a[_UNITS]:
             return
-        for number in range(first, min(first + a[CHUNK], a[UNITS])):
+        for number in range(first, min(first + a[_CHUNK], a[_UNITS])):
             _unit(a, number, memory)
 
 
-def run(arguments: Mapping[int, int]) -> None:
-    """One call on all threads; `arguments` by place."""
-    block = (ctypes.c_int64 * ARGUMENTS)()
-    for place, value in arguments.items():
-        block[place] = value
-    team.run(attend.address, torch.get_num_threads(), block)
+def run(call: Call, values: Mapping[str, int]) -> None:
+    """A call of `attend` by itself, on all threads."""
+    function, arguments = call
+    known = [values[value] if isinstance(value, str) else value for value in arguments]
+    team.run(function, torch.get_num_threads(), (ctypes.c_int64 * len(known))(*known))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from engine.kernels import team
 from engine.kernels.memory import CACHED, ROUND, address, float_of, pointer, take
+from engine.kernels.program import Call
 from engine.kernels.tiles import FINE, LANES, group_bytes
 from engine.kernels.tiles import multiply as _multiply
 
@@ -108,26 +109,48 @@ def pack(
     return Matrix(data, data.ctypes.data, rows, width, group, nibbles)
 
 
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Where rounded activations lie: int8 [rows, groups, high and low, group], their steps and sums float32 [rows,
+    groups]. Addresses."""
+
+    activations: int
+    steps: int
+    sums: int
+
+
+def rounding(rows: int | str, share: int | str, width: int, group: int, x: int, to: Rounded) -> Call:
+    """Rounds float32 [rows, width] at address `x`, `share` rows at a time."""
+    return _quantise.address, (0, share, rows, width // group, group, x, to.activations, to.steps, to.sums)
+
+
+def product(matrix: Matrix, rows: int | str, x: Rounded, out: int, out_row: int) -> Call:
+    """Writes rows float32 at address `out`, each `out_row` bytes after the one before; a multiple of 16 outputs."""
+    blocks = len(matrix.data)
+    chunk = -(-blocks // (torch.get_num_threads() * _CHUNKS))
+    kind = 2 * (matrix.group == 32) + matrix.nibbles
+    sizes = 0, chunk, blocks, rows, matrix.width // matrix.group, out_row, kind
+    return _multiply.address, (*sizes, x.activations, x.steps, x.sums, matrix.address, out)
+
+
 def multiply(x: Tensor, matrix: Matrix) -> Tensor:
     """float32 [n, width] → [n, rows]."""
     x = x.contiguous()
     count, threads = len(x), torch.get_num_threads()
-    groups = matrix.width // matrix.group
+    groups, outputs = matrix.width // matrix.group, len(matrix.data) * LANES
     activations = torch.empty(count, 2 * matrix.width, dtype=torch.int8)
     factors = torch.empty(2, count, groups)
-    rounded = activations.data_ptr(), factors.data_ptr(), factors.data_ptr() + 4 * count * groups
+    rounded = Rounded(activations.data_ptr(), factors.data_ptr(), factors.data_ptr() + 4 * count * groups)
     shared = threads if count >= _SHARED_ROWS else 1
     chunk = -(-count // (shared * _CHUNKS))
-    _call(_quantise.address, shared, 0, chunk, count, groups, matrix.group, x.data_ptr(), *rounded)
-    blocks = len(matrix.data)
-    out = torch.empty(count, blocks * LANES)
-    chunk, kind = -(-blocks // (threads * _CHUNKS)), 2 * (matrix.group == 32) + matrix.nibbles
-    sizes = blocks, count, groups, 4 * blocks * LANES, kind
-    _call(_multiply.address, threads, 0, chunk, *sizes, *rounded, matrix.address, out.data_ptr())
-    return out if out.shape[1] == matrix.rows else out[:, : matrix.rows]
+    _run(rounding(count, chunk, matrix.width, matrix.group, x.data_ptr(), rounded), shared)
+    out = torch.empty(count, outputs)
+    _run(product(matrix, count, rounded, out.data_ptr(), 4 * outputs), threads)
+    return out if outputs == matrix.rows else out[:, : matrix.rows]
 
 
-def _call(function: int, threads: int, *arguments: int) -> None:
+def _run(call: Call, threads: int) -> None:
+    function, arguments = call
     team.run(function, threads, (ctypes.c_int64 * len(arguments))(*arguments))
 
 

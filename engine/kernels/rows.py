@@ -7,6 +7,7 @@ where `team.missing()` is empty: compiles at import (seconds once, then from a c
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,24 @@ from torch import Tensor
 
 from engine.kernels import team
 from engine.kernels.memory import CACHED, ROUND, address, float_of, pointer, take
+from engine.kernels.program import Call
 
 _ALONE = 1 << 16
 """Elements that one thread passes over sooner than several do."""
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+@njit(error_model="numpy", fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+def _normed(x: Any, weight: Any, epsilon: Any, out: Any, width: Any) -> None:
+    """One row: x / sqrt(mean(x²) + epsilon) * weight."""
+    squares = np.float32(0)
+    for index in range(width):
+        squares += x[index] * x[index]
+    inverse = np.float32(1) / np.sqrt(squares / np.float32(width) + epsilon)
+    for index in range(width):
+        out[index] = x[index] * inverse * weight[index]
+
+
+@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
 def _norm(raw: Any) -> None:
     """Arguments: counter, chunk, rows, width, input, weight, output, address of epsilon (float32), what is added to the
     input beforehand, in place (0: nothing)."""
@@ -35,17 +48,11 @@ def _norm(raw: Any) -> None:
             return
         for row in range(first, min(first + a[1], rows)):
             x = carray(pointer(a[4] + 4 * row * width), (width,), np.float32)
-            out = carray(pointer(a[6] + 4 * row * width), (width,), np.float32)
             if a[8] != 0:
                 added = carray(pointer(a[8] + 4 * row * width), (width,), np.float32)
                 for index in range(width):
                     x[index] += added[index]
-            squares = np.float32(0)
-            for index in range(width):
-                squares += x[index] * x[index]
-            inverse = np.float32(1) / np.sqrt(squares / np.float32(width) + epsilon)
-            for index in range(width):
-                out[index] = x[index] * inverse * weight[index]
+            _normed(x, weight, epsilon, carray(pointer(a[6] + 4 * row * width), (width,), np.float32), width)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -132,7 +139,7 @@ def _store(raw: Any) -> None:
             _shortened(bits, carray(pointer(a[7] + 2 * place * a[4]), (a[4],), np.uint16), a[4])
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED, error_model="numpy", fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
 def _heads(raw: Any) -> None:
     """What lies between the product that gives queries, keys and values, and attention: bias, norms of query and key
     heads, rotation, and storing. Arguments: counter, chunk, rows, heads, key heads, size of a head, rows' floats in place
@@ -159,13 +166,7 @@ def _heads(raw: Any) -> None:
                 if weights != 0:
                     x = carray(pointer(place + 4 * head * dim), (dim,), np.float32)
                     weight = carray(pointer(weights), (dim,), np.float32)
-                    squares = np.float32(0)
-                    for index in range(dim):
-                        squares += x[index] * x[index]
-                    epsilon = carray(pointer(a[15]), (1,), np.float32)[0]
-                    inverse = np.float32(1) / np.sqrt(squares / np.float32(dim) + epsilon)
-                    for index in range(dim):
-                        x[index] = x[index] * inverse * weight[index]
+                    _normed(x, weight, carray(pointer(a[15]), (1,), np.float32)[0], x, dim)
                 _rotated(carray(pointer(place + 4 * head * dim), (2, half), np.float32), cos, sin, half)
             count = 2 * kv_heads * dim
             target = carray(pointer(a[10] + 8 * row), (1,), np.int64)[0]
@@ -201,6 +202,39 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     arguments = (ctypes.c_int64 * 9)(0, -(-len(x) // (4 * threads)), *numbers)
     team.run(_rotate.address, threads, arguments)
     return x
+
+
+def norm_call(rows: str, share: str, width: int, x: int, weight: int, out: int, epsilon: int, added: int) -> Call:
+    """`norm` at addresses; `added` is added to `x` beforehand, in place (0: nothing)."""
+    return _norm.address, (0, share, rows, width, x, weight, out, epsilon, added)
+
+
+def swiglu_call(rows: str, share: str, width: int, x: int, out: int) -> Call:
+    """`swiglu` at addresses; `width` floats a row of the result."""
+    return _swiglu.address, (0, share, rows, width, x, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The sizes of attention, and what a layer does to its heads before it: addresses of bias, query and key norm
+    (float32; 0 for none) and the norms' epsilon."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    bias: int = 0
+    query_norm: int = 0
+    key_norm: int = 0
+    epsilon: int = 0
+
+
+def heads_call(rows: str, share: str, heads: Heads, x: int, tables: tuple[int, int], pool: int) -> Call:
+    """Prepares queries, keys and values [rows, heads + 2 * key heads, dim] float32 at address `x` in place and stores
+    the latter in the pool. `tables`: cosines and signed sines float32 [positions, dim]. Each run names the addresses of
+    the rows' `positions` and of their places in the pool, `writes`."""
+    sizes = 0, share, rows, heads.heads, heads.kv_heads, heads.dim
+    places = x, "positions", *tables, "writes", pool
+    return _heads.address, (*sizes, *places, heads.bias, heads.query_norm, heads.key_norm, heads.epsilon)
 
 
 def store(x: Tensor, positions: Tensor, pool: Tensor) -> None:

@@ -49,7 +49,7 @@ _REACH = 41.0
 """Noise spans 2^-53 … 36.8, so an id with a greater gap can't win."""
 _EXPECTED = 8.0
 """How many ids reach the score that a race asks for, on average: an eighth of the mass is hardly ever out of reach."""
-_LUCKY = 256.0
+_LUCKY = 64.0
 """How many ids, on average, have so little noise that a race looks at them whatever their weight."""
 _STRIDE = 64
 """Ids that are asked at once whether one of them is worth a closer look."""
@@ -194,20 +194,20 @@ def _leave_heavy(row: Any, least: Any) -> None:
 
 
 @njit  # type: ignore[untyped-decorator]
-def _greatest_hash(key: Any, first: Any, count: Any) -> Any:
-    """Of `count` ids from `first` on."""
+def _greatest_hash(key: Any, first: Any) -> Any:
+    """Of _STRIDE ids from `first` on."""
     start, greatest = key + np.uint64(first) * _GOLDEN, np.uint64(0)
-    for index in range(count):
+    for index in range(_STRIDE):
         greatest = max(greatest, _hash(start, index))
     return greatest
 
 
 @njit  # type: ignore[untyped-decorator]
-def _heaviest(weights: Any, count: Any) -> Any:
-    """The greatest of the `count` weights at address `weights`, whose bits compare as they do."""
-    bits = carray(pointer(weights), (count,), np.int32)
+def _heaviest(weights: Any) -> Any:
+    """The greatest of the _STRIDE weights at address `weights`, whose bits compare as they do."""
+    bits = carray(pointer(weights), (_STRIDE,), np.int32)
     greatest = np.int32(0)
-    for index in range(count):
+    for index in range(_STRIDE):
         greatest = max(greatest, bits[index])
     return float_of(greatest)
 
@@ -225,9 +225,10 @@ def _leader(row: Any, key: Any, least: Any) -> Any:
     floor = np.uint64(upper if upper > 0 else 0) << np.uint64(33)
     heavy = np.float32(least * luck)
     for start in range(0, width, _STRIDE):
-        count = min(_STRIDE, width - start)
-        if _greatest_hash(key, start, count) < floor and _heaviest(weights + 4 * start, count) < heavy:
+        # Behind the last id lies what is in the room: at worst it has this one look be in vain.
+        if _greatest_hash(key, start) < floor and _heaviest(weights + 4 * start) < heavy:
             continue
+        count = min(_STRIDE, width - start)
         weight = carray(pointer(weights + 4 * start), (count,), np.float32)
         for index in range(count):
             if _hash(key, start + index) >= floor or weight[index] >= heavy:

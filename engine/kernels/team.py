@@ -35,7 +35,7 @@ def missing() -> str:
 
 def run(function: int, threads: int, arguments: ctypes.Array[ctypes.c_int64]) -> None:
     """Calls the compiled void(void *) at address `function` with `arguments` on `threads` threads at once; returns when
-    all are done. The first argument is the shared counter and must be zero."""
+    all are done. A function whose first argument is the counter that they share gets it as zero."""
     _parallel()(function, ctypes.addressof(arguments), threads, 0)
 
 
@@ -45,6 +45,13 @@ def _library() -> str:
     importlib.import_module("torch")  # loads it
     found = re.search(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())
     return found.group(0) if found else ""
+
+
+@cache
+def barrier() -> int:
+    """Address of the function that a region's threads call to wait for each other. It takes no argument, and ignores
+    one."""
+    return ctypes.cast(ctypes.CDLL(_library()).GOMP_barrier, ctypes.c_void_p).value or 0
 
 
 @cache

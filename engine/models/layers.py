@@ -110,15 +110,15 @@ class Int8Linear:
         from engine.kernels import int8  # compiles at import, so only where it runs
 
         self._multiply = int8.multiply
-        self._matrix = int8.pack(weight.codes, weight.scales, weight.zeros, weight.group, weight.bits)
-        self._bias, self.nbytes = bias, self._matrix.nbytes
+        self.matrix = int8.pack(weight.codes, weight.scales, weight.zeros, weight.group, weight.bits)
+        self.bias, self.nbytes = bias, self.matrix.nbytes
 
     def dtype(self, rows: int) -> torch.dtype:
         return torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self._multiply(x.float(), self._matrix)
-        return out if self._bias is None else out + self._bias
+        out = self._multiply(x.float(), self.matrix)
+        return out if self.bias is None else out + self.bias
 
 
 class RowsLinear:
@@ -141,15 +141,15 @@ class StackedLinear:
     """Matrices of unlike formats, side by side."""
 
     def __init__(self, parts: list[AnyLinear]) -> None:
-        self._parts = parts
+        self.parts = parts
         self.nbytes: int = sum(part.nbytes for part in parts)
         self.row_multiple: int = max(part.row_multiple for part in parts)
 
     def dtype(self, rows: int) -> torch.dtype:
-        return self._parts[0].dtype(rows)
+        return self.parts[0].dtype(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x.to(part.dtype(x.shape[0]))).to(x.dtype) for part in self._parts], dim=1)
+        return torch.cat([part(x.to(part.dtype(x.shape[0]))).to(x.dtype) for part in self.parts], dim=1)
 
 
 AnyLinear = DenseLinear | PackedLinear | QuantizedLinear | Int8Linear | RowsLinear | StackedLinear
@@ -208,11 +208,11 @@ class CompiledRmsNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         from engine.kernels import rows  # compiles at import, so only where it runs
 
-        self._norm, self._weight, self._eps = rows.norm, weight.contiguous(), torch.tensor([eps])
+        self._norm, self.weight, self.eps = rows.norm, weight.contiguous(), torch.tensor([eps])
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`x` float32 [..., width]."""
-        return self._norm(x.reshape(-1, x.shape[-1]), self._weight, self._eps).view(x.shape).to(dtype)
+        return self._norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape).to(dtype)
 
 
 class FusedRmsNorm:
@@ -282,12 +282,12 @@ class Rope:
 
     def __init__(self, inverse: Tensor, context: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(context, dtype=torch.float32), inverse)
-        self._cos = torch.cat((angles.cos(), angles.cos()), 1).to(device)
-        self._sin = torch.cat((-angles.sin(), angles.sin()), 1).to(device)
+        self.cos = torch.cat((angles.cos(), angles.cos()), 1).to(device)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), 1).to(device)
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and signed sin of `positions` [n], each [n, 1, dim] in `dtype`."""
-        return self._cos[positions].to(dtype).unsqueeze(1), self._sin[positions].to(dtype).unsqueeze(1)
+        return self.cos[positions].to(dtype).unsqueeze(1), self.sin[positions].to(dtype).unsqueeze(1)
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.attention.compiled import CompiledAttention
 from engine.attention.protocol import AttentionBackend, Metadata, Query
 from engine.config import EngineConfig, Manifest
+from engine.models.compiled import CompiledLayers, compilable
 from engine.models.errors import WeightsError
 from engine.models.layers import (
     AnyLinear,
@@ -182,7 +184,9 @@ class Llama:
         inverse, _ = rope_frequencies(config, shape.head_dim)
         if source.has("rope_freqs.weight"):
             inverse = inverse / dense(source.get("rope_freqs.weight", (shape.head_dim // 2,)), torch.float32)
-        self._rope = Rope(inverse, context, precision.device)
+        self.rope = Rope(inverse, context, precision.device)
+        self._fits = group.size == 1 and compilable(self)
+        self._compiled: CompiledLayers | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -197,8 +201,13 @@ class Llama:
 
     def forward(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, metadata: Metadata) -> Tensor:
         """Hidden rows [n, hidden] of token `ids` at `positions`, both int64 [n], before the last norm."""
-        x = functional.embedding(ids, self._embedding).to(self.precision.residual)
-        angles = self._rope.at(positions, self.layers[0].qkv.dtype(len(ids)))
+        x = functional.embedding(ids, self._embedding)
+        if self._fits and isinstance(attention, CompiledAttention):
+            if self._compiled is None:
+                self._compiled = CompiledLayers(self, attention)
+            return self._compiled(x, positions, metadata)
+        x = x.to(self.precision.residual)
+        angles = self.rope.at(positions, self.layers[0].qkv.dtype(len(ids)))
         for index, layer in enumerate(self.layers):
             x = layer(x, index, angles, attention, metadata, self._group)
         return x
