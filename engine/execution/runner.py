@@ -21,7 +21,7 @@ from engine.config import EngineConfig, Manifest
 from engine.execution.device import Device, Readback, open_device
 from engine.execution.loading import Loaded, load
 from engine.execution.logprobs import Asked, Observations, PromptObservations, observe, score_prompt
-from engine.execution.sampler import Mask, Sampled, sample
+from engine.execution.sampler import Mask, Sampled, compile_ahead, sample
 from engine.execution.sampling_state import SamplingState
 from engine.execution.slots import Slots
 from engine.parallel.collectives import Collectives
@@ -29,7 +29,7 @@ from engine.scheduler.step import LateInputs, Row, SampledRow, ScoredRow, Step, 
 
 Late = Callable[[], LateInputs]
 FEW_ROWS = 16
-"""Rows that one thread samples sooner than several do: one row of 152k logits takes 0.8 ms instead of 1.4."""
+"""Rows over which one thread makes torch's passes sooner than several do."""
 SCORE_ROWS = 256
 """Prompt rows that go through the head at once: bounds the memory of their logits."""
 
@@ -132,6 +132,7 @@ class Runner:
         self.asynchronous = self._device.asynchronous
         """Whether `launch` returns before its step is done."""
         pages = -(-self._loaded.context // config.page_tokens)
+        compile_ahead(self._device.torch)
         self._slots = Slots(config.max_requests, pages, self._device)
         self._sampling = SamplingState(
             config.max_requests, self.report.vocab_size, self._device.torch, self._device.upload
@@ -214,8 +215,9 @@ class Runner:
             before = time.perf_counter()
             inputs = late()
             pending.waited = time.perf_counter() - before
+        threads = torch.get_num_threads()
         with self._device.undivided() if len(slots) <= FEW_ROWS else nullcontext():
-            sampled = sample(logits, self._sampling.rows(slots, positions), self._mask(slots, inputs))
+            sampled = sample(logits, self._sampling.rows(slots, positions), self._mask(slots, inputs), threads)
         ids = sampled.ids
         forced = [(row, inputs.forced[slot]) for row, slot in enumerate(slots) if slot in inputs.forced]
         if forced:

@@ -7,6 +7,7 @@ vocabulary, and noise is drawn only for ids that survive the filters. What each 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from engine.execution.selection import block_maxima
 from engine.execution.thresholds import by_filters, plain
 from engine.kernels import team
 
-__all__ = ["Bans", "Mask", "Penalties", "Sampled", "SamplingRows", "sample"]
+__all__ = ["Bans", "Mask", "Penalties", "Sampled", "SamplingRows", "compile_ahead", "sample"]
 
 NOT_FINITE_TEXT = "the model's logits were not finite"
 NOTHING_ALLOWED_TEXT = "the output constraint allows no token here"
@@ -37,6 +38,13 @@ class Sampled:
         """row → what went wrong. Waits for the device."""
         texts = {1: NOT_FINITE_TEXT, 2: NOTHING_ALLOWED_TEXT}
         return {row: texts[state] for row, state in enumerate(self.state.tolist()) if state}
+
+
+def compile_ahead(device: torch.device) -> None:
+    """Compiles what sampling and observing take on `device`, or loads it, so that no step has to wait for that."""
+    if device.type == "cpu" and not team.missing():
+        for name in ("sampling", "observing"):
+            importlib.import_module(f"engine.kernels.{name}")
 
 
 def sample(logits: Tensor, rows: SamplingRows, mask: Mask | None = None, threads: int | None = None) -> Sampled:

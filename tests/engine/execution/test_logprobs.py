@@ -7,8 +7,18 @@ import torch
 
 from engine.execution.logprobs import NOT_FINITE, Asked, observe, score_prompt
 from engine.execution.selection import largest, row_sums
+from engine.kernels import team
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here holds of both ways of the CPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(team, "missing", lambda: "not asked for")
+    elif team.missing():
+        pytest.skip(team.missing())
 
 
 def test_values_are_a_float64_log_softmax() -> None:

@@ -18,10 +18,21 @@ from engine.execution.sampling_rows import Part
 from engine.execution.sampling_state import SamplingState
 from engine.execution.selection import block_maxima
 from engine.execution.thresholds import by_rank, by_threshold
+from engine.kernels import team
 from engine.scheduler.step import SlotSetup
 from engine.types.request import SamplingParams
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here holds of both ways of the CPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(team, "missing", lambda: "not asked for")
+    elif team.missing():
+        pytest.skip(team.missing())
+
 
 NEUTRAL = SamplingParams(1.0, 1.0, -1, 0.0, 1.0, 0.0, 0.0, 7)
 
