@@ -1,9 +1,11 @@
-"""The serving path: start, idle cost, memory, and CPU per token through HTTP at many streams.
+"""The serving path: start, idle cost, memory, CPU per token through HTTP at many streams, and one stream beside the
+engine alone.
 
     python -m benchmarks.serving [--streams 32] [--tokens 128] [--out FILE] [key=value ...]
 
 Starts `python -m serve_app` with the given settings, drives it with raw sockets from this process and reads every
 server process's CPU time from /proc. "Path" is all processes but the ranks: (busy − idle) CPU over generated tokens.
+Afterwards the same engine runs inline, without Ray and HTTP, over the same prompt and seeds.
 """
 
 from __future__ import annotations
@@ -26,8 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import Process, describe, session
+from cluster.rank_actors import SPINS
 
 PROMPT = "Write a long story about a lighthouse keeper who learns to sail."
+SINGLE_TOKENS = 256
+"""At least so many tokens of one stream, where a token takes milliseconds."""
+SINGLE_SEEDS = (99, 100, 101)
 
 
 def free_port() -> int:
@@ -77,18 +83,21 @@ def stop(server: Server) -> None:
         server.process.kill()
 
 
+def request(tokens: int, seed: int) -> dict[str, Any]:
+    """The body of a streamed completion of exactly `tokens` tokens."""
+    return {
+        "model": "m",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "seed": seed,
+        "stream": True,
+    }
+
+
 async def stream(port: int, tokens: int, seed: int) -> tuple[float, float, list[float]]:
-    """One streamed completion of exactly `tokens` tokens: (first token s, total s, arrival times)."""
-    body = json.dumps(
-        {
-            "model": "m",
-            "messages": [{"role": "user", "content": PROMPT}],
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "seed": seed,
-            "stream": True,
-        }
-    ).encode()
+    """One streamed completion of exactly `tokens` tokens: (first token s, total s, arrival times of writes)."""
+    body = json.dumps(request(tokens, seed)).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}"
@@ -150,7 +159,9 @@ async def measure(server: Server, streams: int, tokens: int, idle_seconds: float
     busy = split(after, session(server.mark))
     made = streams * tokens
     path = sum(seconds - idle_rate.get(role, 0.0) * wall for role, seconds in busy.items() if role != "rank")
-    single = await stream(server.port, tokens, 99)
+    alone = max(tokens, SINGLE_TOKENS)
+    singles = [await stream(server.port, alone, seed) for seed in SINGLE_SEEDS]
+    rates = [(alone - 1) / (total - first) for first, total, _ in singles]
     return {
         "machine": describe(),
         "ready_s": round(server.ready_after, 1),
@@ -164,8 +175,39 @@ async def measure(server: Server, streams: int, tokens: int, idle_seconds: float
         "first_token_ms_p50": round(1000 * statistics.median(row[0] for row in done), 1),
         "path_us_per_token": round(1e6 * path / made, 1),
         "cpu_us_per_token_by_role": {role: round(1e6 * seconds / made, 1) for role, seconds in sorted(busy.items())},
-        "single_stream_tokens_per_second": round((tokens - 1) / (single[1] - single[0]), 1),
+        "single_stream_tokens_each": alone,
+        "single_stream_tokens_per_second": round(statistics.median(rates), 1),
     }
+
+
+def engine_alone(settings: list[str], tokens: int) -> float | None:
+    """Tokens a second of the engine inline with one stream: what `measure` asked the server for, lowered by the same
+    code. Median over the same seeds; None for several ranks, which don't run inline. Call it once the server is gone.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # as a rank does, before torch loads libgomp
+    import torch
+
+    from engine.inline import Inline
+    from protocols.chat.decode import decode
+    from serve_app.settings import load, parse_arguments
+    from serve_app.startup import start as start_up
+
+    startup = start_up(load(parse_arguments(settings)), hub="")
+    if startup.engine_config.tensor_parallel > 1:
+        return None
+    if torch.cuda.is_available() and startup.settings.engine.device != "cpu":
+        startup = startup.on("cuda")
+    lowering = startup.lowering()
+    rates = []
+    with Inline(startup.engine_config, model=startup.model) as engine:
+        for seed in (0, *SINGLE_SEEDS):
+            body = {key: value for key, value in request(tokens, seed).items() if key != "stream"}
+            prepared = lowering.prepare(decode(body, startup.decode_limits).request)
+            arrivals = [time.perf_counter() for update in engine.stream(prepared.children) if update.records]
+            if len(arrivals) != tokens:
+                raise RuntimeError(f"the engine made {len(arrivals)} tokens of {tokens}")
+            rates.append((tokens - 1) / (arrivals[-1] - arrivals[0]))
+    return statistics.median(rates[1:])
 
 
 def main() -> None:
@@ -176,11 +218,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("settings", nargs="*", help="key=value settings of the server")
     args = parser.parse_args()
+    os.environ.pop("OMP_WAIT_POLICY", None)  # it would slow the ranks, and nobody serves with it
     server = start(args.settings)
     try:
         result = asyncio.run(measure(server, args.streams, args.tokens, args.idle))
     finally:
         stop(server)
+    engine = engine_alone(args.settings, result["single_stream_tokens_each"])
+    if engine is not None:
+        result["engine_single_stream_tokens_per_second"] = round(engine, 1)
+        result["single_stream_of_engine"] = round(result["single_stream_tokens_per_second"] / engine, 3)
     text = json.dumps({"settings": args.settings, **result}, indent=2)
     print(text)
     if args.out:
