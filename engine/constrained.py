@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, Protocol
 
+from engine.endings import Endings
 from engine.grammar import GrammarMatcher, Grammars
 from engine.syntax.patterns import Element, Lit, Name, Pattern, Skip, Space, Token, Word
-from engine.syntax.piece import Piece, Segment, Syntax
+from engine.syntax.piece import Ending, Piece, Segment, Syntax
 from engine.types.constraint import Constraint
 
 _MAX_NAME: Final = 128
@@ -42,6 +43,9 @@ class StructuredSyntax(Syntax, Protocol):
 
     @property
     def padding(self) -> bool: ...
+
+    @property
+    def endings(self) -> tuple[Ending, ...]: ...
 
     @property
     def attempt(self) -> int: ...
@@ -95,7 +99,8 @@ class ConstrainedDecoding:
         self._attempt = 0
         self._padded = False
         self._called = False
-        self._endless = _without(b"\xff" * (-(-grammars.vocab_size // 32) * 4), self._eos)
+        self._endless = _without(_all(grammars.vocab_size), self._eos)
+        self._endings = Endings(tokens, self._may_begin)
         self._opener: GrammarMatcher | None = None
         self._answer: GrammarMatcher | None = grammars.matcher(constraint)
         if syntax is not None:
@@ -109,14 +114,15 @@ class ConstrainedDecoding:
     def mask(self) -> bytes | None:
         syntax = self._syntax
         if syntax is not None and syntax.phase == "free":
-            return self._endless if syntax.reasoning_open and not self._called else None
+            return self._free(syntax)
         masks: list[bytes] = []
         if self._answer is not None:
             masks.append(self._answer.mask())
             if self._answer.accepting:
                 masks.append(self._ends())
         if self._opener is not None:
-            masks.append(_without(self._opener.mask(), self._grammars.eos_ids))
+            barred = self._barred(syntax) if syntax is not None else ()
+            masks.append(_without(self._opener.mask(), (*self._grammars.eos_ids, *barred)))
         if syntax is not None and syntax.padding and not self._padded:
             masks.append(_with((), _spaces(self._tokens), self._grammars.vocab_size))
         if syntax is not None and syntax.phase == "start" and syntax.called and not syntax.held.strip():
@@ -156,6 +162,27 @@ class ConstrainedDecoding:
             return self._answer is not None
         return self._answer is not None or self._opener is not None
 
+    def _free(self, syntax: StructuredSyntax) -> bytes | None:
+        """The mask where the constraint doesn't govern: anything but what would end the output, or the stretch with
+        text in the same token that can't follow it."""
+        mask = self._endless if syntax.reasoning_open and not self._called else None
+        barred = self._barred(syntax)
+        return _without(mask if mask is not None else _all(self._grammars.vocab_size), barred) if barred else mask
+
+    def _barred(self, syntax: StructuredSyntax) -> tuple[int, ...]:
+        return tuple(token for ending in syntax.endings for token in self._endings.barred(ending))
+
+    def _may_begin(self, text: str, ending: Ending) -> bool:
+        """Whether `text`, behind an ending and in its token, begins what may stand there."""
+        text = text.lstrip() if ending.drops else text
+        if not text:
+            return True
+        tokens = self._grammars.encode(text)
+        if ending.due and self._grammars.matcher(self._constraint).advance_all(tokens):
+            return True
+        openers = ending.openers
+        return bool(openers) and self._grammars.lark(_lark(openers, _controls(self._tokens))).advance_all(tokens)
+
     def _begin(self, syntax: StructuredSyntax) -> None:
         """An answer, or what may stand instead of it, may start with the next token."""
         self._attempt = syntax.attempt
@@ -163,7 +190,7 @@ class ConstrainedDecoding:
         self._answer = self._opener = None
         if syntax.phase == "free":
             return
-        if syntax.due:
+        if syntax.due or syntax.phase == "answer":  # which the delimiter's own token may have begun
             self._answer = self._grammars.matcher(self._constraint)
         if syntax.openers:
             self._opener = self._grammars.lark(_lark(syntax.openers, _controls(self._tokens)))
@@ -209,6 +236,10 @@ def _with(mask: Sequence[int], ids: Sequence[int], vocab_size: int) -> bytes:
         if token < vocab_size:
             bits[token // 8] |= 1 << (token % 8)
     return bytes(bits)
+
+
+def _all(vocab_size: int) -> bytes:
+    return b"\xff" * (-(-vocab_size // 32) * 4)
 
 
 def _without(mask: bytes, ids: Sequence[int]) -> bytes:

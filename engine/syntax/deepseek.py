@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from engine.syntax.arguments import MAX_ARGUMENT_BYTES, Malformed, bounded, loads, paired
 from engine.syntax.machine import Phase
 from engine.syntax.patterns import Name, Pattern, Space, lit
-from engine.syntax.piece import CallCompleted, CallStarted, Piece, Segment, SyntaxEvent, SyntaxFailure
+from engine.syntax.piece import CallCompleted, CallStarted, Ending, Piece, Segment, SyntaxEvent, SyntaxFailure
 from engine.types.conversation import ToolDefinition
 from engine.types.events import Region
 
@@ -100,6 +100,13 @@ class DeepSeekSyntax:
     @property
     def padding(self) -> bool:
         return self._padded and self._thought and self.phase == "start" and not self.held
+
+    @property
+    def endings(self) -> tuple[Ending, ...]:
+        """Of reasoning; behind calls comes nothing."""
+        if not self._structured or self._closed or self._over:
+            return ()
+        return (Ending((CLOSE,), self._pending, True, self.openers, drops=self._padded),)
 
     @property
     def attempt(self) -> int:

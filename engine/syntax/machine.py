@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Final, Literal
 
 from engine.syntax.arguments import MAX_ARGUMENT_BYTES, Malformed, Schemas, bounded
-from engine.syntax.patterns import Pattern, Probe, Verdict, probe
-from engine.syntax.piece import CallCompleted, CallStarted, Piece, Segment, SyntaxEvent, SyntaxFailure
+from engine.syntax.patterns import DELIMITERS, Lit, Pattern, Probe, Verdict, probe
+from engine.syntax.piece import CallCompleted, CallStarted, Ending, Piece, Segment, SyntaxEvent, SyntaxFailure
 from engine.syntax.states import CallForm, Layout, Rule, State
 from engine.types.events import Region
 
@@ -39,25 +39,25 @@ class Closer:
         self._quotes = quotes
         self._quoted = False
         self._longest = max(*map(len, words), 2)
-        self._tail = ""
+        self.tail = ""
         first = {*(word[0] for word in words), *("\\" if escapes else "")}
         self._hot = re.compile(f"[{''.join(map(re.escape, sorted(first)))}]")
 
     def feed(self, text: str) -> int | None:
         """Where in `text` the call ends, after the literal; None if not yet."""
-        if not self._tail and not self._hot.search(text):
+        if not self.tail and not self._hot.search(text):
             return None
-        window = self._tail + text
+        window = self.tail + text
         at = 0
         for found in self._pattern.finditer(window):
             at = found.end()
             if found[0] == self.literal:
                 if not self._quoted:
-                    return at - len(self._tail)
+                    return at - len(self.tail)
             elif self._quotes is not None and found[0] == self._quotes[self._quoted]:
                 self._quoted = not self._quoted
         hot = self._hot.search(window, max(at, len(window) - self._longest + 1))
-        self._tail = window[hot.start() :] if hot else ""
+        self.tail = window[hot.start() :] if hot else ""
         return None
 
 
@@ -150,6 +150,29 @@ class Machine:
     def padding(self) -> bool:
         """In phase "start", with nothing held: whether whitespace may come first, as markup."""
         return self._state.padding and self._call is None and not self._buffer
+
+    @property
+    def endings(self) -> tuple[Ending, ...]:
+        """The texts that lead from here to where an answer is awaited; not those that only a token can be."""
+        if self._call is not None:
+            form = self._call.form
+            return self._leading_to(form.after, (form.closer,), self._call.closer.tail)
+        found: list[Ending] = []
+        for rule in self._state.rules:
+            texts = [element.options for element in rule.pattern.elements if isinstance(element, Lit)]
+            if rule.call is not None:  # one whose opener looks ahead for its closer may begin and end in one token
+                if self._undecided is not None and any(rule.call.closer in options for options in texts):
+                    found += self._leading_to(rule.call.after, (rule.call.closer,), self._buffer)
+            elif self.phase == "free" and rule.route is None and len(rule.pattern.elements) == len(texts) == 1:
+                found += self._leading_to(rule.target, texts[0], self._buffer)
+        return tuple(found)
+
+    def _leading_to(self, name: str, literals: tuple[str, ...], held: str) -> tuple[Ending, ...]:
+        state = self._states[name]
+        texts = tuple(text for text in literals if not any(char in DELIMITERS for char in text))
+        if not texts or not (state.due or state.openers):
+            return ()
+        return (Ending(texts, held, state.due, state.openers, drops=state.lead == "drop"),)
 
     @property
     def attempt(self) -> int:

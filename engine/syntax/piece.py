@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.syntax.patterns import Pattern
 from engine.types.events import Region
 
 
@@ -52,6 +53,19 @@ class SyntaxFailure:
     """The output violates the syntax in a way the contract calls an error; ends the choice as failed/output."""
 
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How reasoning or a call may end where a constrained answer is awaited: with one of `literals`, of which the last
+    characters of `held` may be a part already. Behind it stand the answer (`due`) or one of `openers`, perhaps after
+    whitespace that is markup (`drops`)."""
+
+    literals: tuple[str, ...]
+    held: str
+    due: bool
+    openers: tuple[Pattern, ...]
+    drops: bool
 
 
 SyntaxEvent = Piece | CallStarted | CallCompleted | SyntaxFailure

@@ -18,6 +18,7 @@ from tests.support.constrained import (
     ANSWER,
     BEFORE_ANSWER,
     CALLS,
+    JOINED,
     OPENING,
     REASONERS,
     REASONING,
@@ -265,6 +266,51 @@ def test_a_constraint_that_does_not_compile_is_refused_at_once() -> None:
         it.decoding("reasoning", constraint=Constraint("lark", "start: ("))
 
 
+@pytest.mark.parametrize("recipe", ["deepseek4", "qwen38"])
+@pytest.mark.parametrize(
+    ("constraint", "answer", "whole"),
+    [
+        (Constraint("choice", '["yes", "no"]'), "yes", (">y", ">yes", "</think>yes", ".</think>no")),
+        (Constraint("regex", r"[ \n]?yes"), "yes", (">\n", ">y", ">yes", "</think>yes")),
+        (Constraint("lark", 'start: "\\n\\n" /[a-z]+/'), "\n\nyes", (">\n", ">\n\n", "nk>\n\n", "</think>\n\n")),
+        (SCHEMA, ANSWER, (">\n", ">\n\n", ">{", ">\n{", "nk>\n\n", "</think>\n\n")),
+    ],
+)
+def test_a_token_may_close_reasoning_with_what_the_answer_can_begin_with(
+    recipe: str, constraint: Constraint, answer: str, whole: tuple[str, ...]
+) -> None:
+    it = rig(recipe, joined=True)
+    for text in JOINED:
+        at = next((n for n in range(1, 8) if text.startswith("</think>"[n:])), 0)
+        ids = it.ids("so" + "</think>"[:at])
+        decoding = it.decoding("reasoning", constraint=constraint)
+        allowed(decoding, ids)
+        assert decoding.allows(it.joined(text)) == (text in whole), text
+        if text in whole:
+            begun = text.partition(">")[2]
+            rest = (answer if not constraint.json else begun + answer.removeprefix(begun.strip())).removeprefix(begun)
+            rest = "" if text == ".</think>no" else rest
+            allowed(decoding, [it.joined(text), *it.ids(rest)])
+            assert decoding.allows(it.eos[0])
+            shown = it.folded([*ids, it.joined(text), *it.ids(rest)], "reasoning", constraint)
+            assert it.grammars.validate(constraint, shown.text) is None and shown.text.endswith((answer, "no"))
+        at_once = it.decoding("reasoning", constraint=constraint)
+        assert at_once.allows(it.joined(text)) == ("</think>" not in text or text in whole), "no close is under way"
+        allowed(it.decoding("reasoning", constraint=constraint), it.ids("so</think>" + answer))
+
+
+def test_a_token_may_close_a_call_with_what_can_stand_behind_it() -> None:
+    it = rig("qwen38", joined=True)
+    for text in (*JOINED, ">"):
+        decoding = it.decoding("content")
+        allowed(decoding, it.ids(CALLS["qwen38"].partition("</function>")[0] + "</function"))
+        token = ord(">") if text == ">" else it.joined(text)
+        good = not text.startswith(">") or text.strip() in (">", ">{") or text == ">\n{"
+        assert decoding.allows(token) == good, text
+        if text.startswith(">") and good:
+            allowed(decoding, [token])
+
+
 WALKED = (
     SCHEMA,
     Constraint("json_object", ""),
@@ -290,6 +336,9 @@ class Walk:
         texts = (REASONING[name], CALLS[name], BEFORE_ANSWER.get(name, ""), "</think>", "\n", "so", ANSWER)
         self._snippets = [it.ids(text) for text in texts]
         self._likely = [*it.ids("".join(CONTROL[name])), *it.ids('\n <{7"}')]
+        if it is rig(it.recipe, joined=True):
+            self._likely += map(it.joined, JOINED)
+            self._snippets += [it.ids(text) for text in ("</think", "</function")]
         self._next: list[int] = []
         self.ids: list[int] = []
 
@@ -326,10 +375,12 @@ class Walk:
         return f"{self._it.recipe} {self.opening} {self.tools} {self.constraint} {self._it.tokens.decode(self.ids)!r}"
 
 
-@pytest.mark.parametrize("recipe", REASONERS)
-def test_what_the_masks_let_through_is_an_answer_or_a_call_where_it_is_read(recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "joined"), [*((name, False) for name in REASONERS), ("qwen38", True), ("deepseek4", True)]
+)
+def test_what_the_masks_let_through_is_an_answer_or_a_call_where_it_is_read(recipe: str, joined: bool) -> None:
     """The ingress reads what the engine allowed: the answer it finds matches the constraint, no more and no less."""
-    it, answers = rig(recipe), 0
+    it, answers = rig(recipe, joined), 0
     for seed in range(60):
         walk = Walk(it, random.Random(f"{recipe} {seed}"))
         if not walk.go():

@@ -15,7 +15,7 @@ from engine.recipes.catalog import RECIPES
 from engine.scheduler.guide import Segments
 from engine.syntax import open_syntax
 from engine.synthetic_tokenizer import synthetic_definition
-from engine.text.tokenizer import Tokenizer, TokenTable, build_table
+from engine.text.tokenizer import Tokenizer, TokenTable, build_table, byte_alphabet
 from engine.types.constraint import Constraint
 from tests.support.family_outputs import (
     HERMES_PARIS,
@@ -75,6 +75,11 @@ class Rig:
     def ids(self, text: str, *, specials: bool = True) -> list[int]:
         return self.tokenizer.encode(text, specials=specials)
 
+    def joined(self, text: str) -> int:
+        """The token of JOINED."""
+        (token,) = (n for n in range(self.tokens.vocab_size) if self.tokens.bytes(n) == text.encode("latin-1"))
+        return token
+
     def folded(
         self,
         ids: Sequence[int],
@@ -88,9 +93,25 @@ class Rig:
         return fold([*events, *syntax.finish(truncated=False)])
 
 
+JOINED = (
+    *(">\n", ">\n\n", ">.", ">y", ">yes", ">{", ">\n{", ">\xc3"),
+    *("nk>\n\n", "</think>\n\n", "</think>yes", ".</think>no"),
+)
+"""Tokens of ordinary text, byte for byte, that hold the end of a closing text and more."""
+
+
 @cache
-def rig(recipe: str) -> Rig:
-    definition = synthetic_definition(["<end>"], CONTROL[family(recipe)])
+def rig(recipe: str, joined: bool = False) -> Rig:
+    """`joined`: without tokens for the reasoning delimiters, and with those of JOINED."""
+    control = [text for text in CONTROL[family(recipe)] if not joined or "think" not in text]
+    definition = synthetic_definition(["<end>"], control)
+    if joined:
+        vocabulary = definition["model"]["vocab"]
+        letters = {byte: letter for letter, byte in byte_alphabet().items()}
+        for text in JOINED:
+            vocabulary["".join(letters[byte] for byte in text.encode("latin-1"))] = len(vocabulary)
+        for entry in definition["added_tokens"]:
+            entry["id"] += len(JOINED)
     table = build_table(definition, 0)
     text = json.dumps(definition)
     tokenizer = Tokenizer(text, table)
