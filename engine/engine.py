@@ -18,7 +18,7 @@ from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from engine.cache.keys import cache_seed
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Manifest
 from engine.parallel.ranks import RankGroup, RankGroupFailed
 from engine.scheduler.counters import EngineStats
 from engine.scheduler.flight import StepMismatch
@@ -114,9 +114,7 @@ class Engine:
             config,
             pages=self.report.pages,
             context=context,
-            cache_seed=cache_seed(
-                manifest, dtype=config.dtype, numerics=self.report.numerics, page_tokens=config.page_tokens
-            ),
+            cache_seed=_seed(config, manifest, self.report),
             with_prompt=manifest.format == "scripted",
         )
         if self.context < context:
@@ -528,6 +526,17 @@ class Engine:
         for group in list(self._groups.values()):
             self._fail(group.children, message)
         self._deliver()
+
+
+def _seed(config: EngineConfig, manifest: Manifest, report: RankReport) -> bytes:
+    """The start of this engine's page keys: KV of another device, backend, kernels or rank count is other KV."""
+    return cache_seed(
+        manifest,
+        dtype=config.dtype,
+        numerics=report.numerics,
+        page_tokens=config.page_tokens,
+        computation=(report.device, report.attention, report.kernels, str(config.tensor_parallel)),
+    )
 
 
 class _Guides:

@@ -1,7 +1,8 @@
 """Page keys: hash-chained names of full pages of KV.
 
 A page's key covers the model and its numerics (the seed), every token before the page's end, and every image that
-reaches into it, so equal keys mean equal KV. Keys travel: the router and the preprocessor compute the same ones.
+reaches into it, so equal keys mean equal KV. Router and preprocessor compute them from the settings alone; an engine,
+whose KV may travel, names its pages by what computes it as well.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ KEY_BYTES = 24
 _FORMAT = b"flare-page-key-1"
 
 
-def cache_seed(manifest: Manifest, *, dtype: str, numerics: str, page_tokens: int, kv_dtype: str = "") -> bytes:
+def cache_seed(
+    manifest: Manifest,
+    *,
+    dtype: str,
+    numerics: str,
+    page_tokens: int,
+    kv_dtype: str = "",
+    computation: Sequence[str] = (),
+) -> bytes:
     """The start of every chain of one model as it is run. KV of another dtype, numerics mode or page geometry is
     different KV, so it gets different keys. `dtype` and `numerics` are the choices in force or as configured, as long
-    as all who must agree use the same."""
-    parts = (manifest.digest, manifest.recipe, dtype, numerics, str(page_tokens), kv_dtype)
+    as all who must agree use the same. `computation`: what else tells KV apart, such as device, kernels and ranks."""
+    parts = (manifest.digest, manifest.recipe, dtype, numerics, str(page_tokens), kv_dtype, *computation)
     digest = hashlib.blake2b(_FORMAT, digest_size=KEY_BYTES)
     for part in parts:
         data = part.encode()

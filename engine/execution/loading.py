@@ -103,6 +103,7 @@ def load(config: EngineConfig, manifest: Manifest, group: Collectives, device: D
         attention.name,
         "invariant" if precision.invariant else "fast",
         "quantised" if precision.quantized else str(precision.dtype).removeprefix("torch."),
+        "vnni-int8" if precision.int8 else "torch-int4" if precision.quantized else "torch",
     )
     return Loaded(device, model, pool, attention, context, report)
 

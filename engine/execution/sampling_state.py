@@ -7,6 +7,7 @@ the vocabulary's size only once some slot has penalties. Leaves the arithmetic t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -38,11 +39,13 @@ class SamplingState:
         self._bans: list[tuple[int, tuple[int, ...]]] = [(0, ())] * slots
         self._in_prompt: Tensor | None = None
         self._counts: Tensor | None = None
+        self._known: tuple[tuple[int, ...], SamplingRows] | None = None
+        """The slots of the last step and their rows, while no slot changes."""
 
     def bind(self, setup: SlotSetup) -> None:
         """Takes over `setup`; whatever the slot held before is gone. `setup.prompt` past `prompt_length` counts as
         output already generated."""
-        sampling, slot = setup.sampling, setup.slot
+        sampling, slot, self._known = setup.sampling, setup.slot, None
         numbers = (
             sampling.temperature,
             sampling.top_p,
@@ -65,9 +68,17 @@ class SamplingState:
         """Forgets the slot; its rows in steps still in flight sample something that nobody reads."""
         self._penalised[slot] = False
         self._bans[slot] = (0, ())
+        self._known = None
 
     def rows(self, slots: Sequence[int], positions: Tensor) -> SamplingRows:
         """The rows of a step that sample, in this order; `positions` [rows] int64 are those of the tokens to sample."""
+        asked = tuple(slots)
+        if self._known is None or self._known[0] != asked:
+            self._known = asked, self._cut(asked, positions)
+        return replace(self._known[1], position=positions, penalties=self._penalties(asked))
+
+    def _cut(self, slots: tuple[int, ...], positions: Tensor) -> SamplingRows:
+        """What stays the same from one step to the next."""
         on = np.array([self._filtered[slot] for slot in slots], dtype=np.bool_)
         filtered, plain = np.flatnonzero(on), np.flatnonzero(~on)
         packed = self._upload(np.concatenate((np.array(slots, dtype=np.int64), filtered, plain)))
@@ -86,7 +97,6 @@ class SamplingState:
             any_top_k=any(self._top_k[slot] < self._vocab for slot in slots),
             any_top_p=any(self._has_top_p[slot] for slot in slots),
             most_top_k=max((self._top_k[slots[row]] for row in filtered.tolist()), default=None),
-            penalties=self._penalties(slots, numbers),
             bans=self._banned(slots),
         )
 
@@ -110,12 +120,12 @@ class SamplingState:
         self._in_prompt[setup.slot].index_fill_(0, prompt, True)
         self._counts[setup.slot] = self._upload(output)
 
-    def _penalties(self, slots: Sequence[int], numbers: Tensor) -> Penalties | None:
+    def _penalties(self, slots: Sequence[int]) -> Penalties | None:
         rows = [row for row, slot in enumerate(slots) if self._penalised[slot]]
         if not rows or self._in_prompt is None or self._counts is None:
             return None
         index, where = self._upload(np.array((rows, [slots[row] for row in rows]), dtype=np.int64))
-        chosen = numbers[index]
+        chosen = self._numbers[where]
         return Penalties(index, self._in_prompt[where], self._counts[where], chosen[:, 3], chosen[:, 4], chosen[:, 5])
 
     def _banned(self, slots: Sequence[int]) -> Bans | None:

@@ -1,9 +1,9 @@
 """Attention over pages of bfloat16 keys and values, one pass, for queries that share a key head.
 
 Keys come in blocks of 32 from the slot's first position on: a block's scores, the greatest score so far, weights, and
-the weighted values are worked off before the next ("online softmax", Milakov and Gimelshein, 2018). A query's operations
-and their order depend on its own position alone, so its result is the same in any batch and however its context was
-cut. Import only where `team.missing()` is empty: compiles at import (seconds once, then from a cache).
+the weighted values are worked off before the next ("online softmax", Milakov and Gimelshein, 2018). A query's
+operations and their order depend on its own position alone, so its result is the same in any batch and however its
+context was cut. Import only where `team.missing()` is empty: compiles at import (seconds once, then from a cache).
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ def _widen(typing: Any, source: Any, stride: Any, target: Any, dim: Any) -> Any:
         pieces = builder.lshr(dim, ir.Constant(dim.type, 4))
 
         def one(number: Any, carried: list[Any]) -> list[Any]:
-            here, out = make.plus(start, make.times(number, stride)), make.plus(target, make.times(number, make.times(dim, 4)))
+            here, out = (
+                make.plus(start, make.times(number, stride)),
+                make.plus(target, make.times(number, make.times(dim, 4))),
+            )
 
             def piece(index: Any, carried: list[Any]) -> list[Any]:
                 short = make.load(make.plus(here, make.times(index, 2 * LANES)), SHORTS, 2)
@@ -162,10 +165,7 @@ class _Tile(Emitter):
         before = self.spread_at(state, FLOAT)
         greatest = self.greater(self.fold(self.greater(low, high), self.greater), before)
         fade = self.exp2(builder.fsub(before, greatest))
-        parts = [
-            builder.select(mask, self.exp2(builder.fsub(part, greatest)), self.constant(0.0))
-            for mask, part in zip(seen, (low, high), strict=True)
-        ]
+        parts = [self.exp2(builder.fsub(part, greatest)) for part in (low, high)]
         for half, part in enumerate(parts):
             self.store(part, self.plus(weights, 4 * LANES * half), 64)
         total = self.fold(builder.fadd(*parts), builder.fadd)
@@ -248,8 +248,8 @@ _one, _two, _three, _four = (_tile(queries) for queries in range(1, _TILE + 1))
 
 
 # Arguments of `attend`, all int64, sizes in elements and strides in bytes. WORK: int64 [pieces, 4] of (first row, rows,
-# position of the first, slot). TABLES: int32 page ids, TABLE_WIDTH a slot. POOL: bfloat16 [positions, 2 * key heads, dim].
-# UNITS: pieces times key heads.
+# position of the first, slot). TABLES: int32 page ids, TABLE_WIDTH a slot. POOL: bfloat16 [positions, 2 * key heads,
+# dim]. UNITS: pieces times key heads.
 _COUNTER, _CHUNK, _UNITS, _KV_HEADS, _GROUP, _DIM, _WORK, _QUERY, _QUERY_ROW, _OUT, _OUT_ROW = range(11)
 _POOL, _TABLES, _TABLE_WIDTH, _PAGE_TOKENS, _SCALE, _ARGUMENTS = range(11, 17)
 

@@ -12,7 +12,7 @@ from numba.core import cgutils
 LANES = 16
 """Four-byte values of a vector."""
 
-I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 INTS, FLOATS, HALVES, SHORTS = (ir.VectorType(kind, LANES) for kind in (I32, FLOAT, HALF, I16))
 ROUNDING = 1.5 * 2**23
@@ -93,16 +93,19 @@ class Emitter:
         return vector
 
     def exp2(self, x: Any) -> Any:
-        """2 ** x of lanes up to 127; lanes below -126 as of -126. NaN stays."""
-        builder, rounding = self.builder, self.constant(ROUNDING)
-        x = self.greater(x, self.constant(-126.0))
+        """2 ** x of lanes up to 127; zero for lanes below -64, whose products would be numbers so small that processors
+        take a hundred times as long over them. NaN stays."""
+        builder, rounding, least = self.builder, self.constant(ROUNDING), self.constant(-64.0)
+        small = builder.fcmp_ordered("<", x, least)
+        x = self.greater(x, least)
         whole = builder.fsub(builder.fadd(x, rounding), rounding)
         rest = builder.fsub(x, whole)
         series = self.constant(_TERMS[-1])
         for term in reversed(_TERMS[:-1]):
             series = self.fma(series, rest, self.constant(term))
         biased = builder.add(builder.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES))
-        return builder.fmul(series, builder.bitcast(builder.shl(biased, ir.Constant(INTS, [23] * LANES)), FLOATS))
+        power = builder.bitcast(builder.shl(biased, ir.Constant(INTS, [23] * LANES)), FLOATS)
+        return builder.select(small, self.constant(0.0), builder.fmul(series, power))
 
     # ---- control ----
 
@@ -115,7 +118,9 @@ class Emitter:
         index, sofar = builder.phi(I64), [builder.phi(value.type) for value in carried]
         results = body(index, list(sofar))
         end, following = builder.block, self.plus(index, 1)
-        for phi, first, later in zip([index, *sofar], [ir.Constant(I64, 0), *carried], [following, *results], strict=True):
+        for phi, first, later in zip(
+            [index, *sofar], [ir.Constant(I64, 0), *carried], [following, *results], strict=True
+        ):
             phi.add_incoming(first, before)
             phi.add_incoming(later, end)
         builder.cbranch(builder.icmp_signed("<", following, count), inside, after)

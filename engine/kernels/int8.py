@@ -11,24 +11,72 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import carray, cfunc, types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels import team
-from engine.kernels.memory import CACHED, ROUND, address, float_of, pointer, take
+from engine.kernels.emitter import FLOATS, I8, INTS, LANES, ROUNDING, Emitter
+from engine.kernels.memory import CACHED, address, take
 from engine.kernels.program import Call
-from engine.kernels.tiles import FINE, LANES, group_bytes
+from engine.kernels.tiles import FINE, group_bytes
 from engine.kernels.tiles import multiply as _multiply
 
 _SHARED_ROWS = 16
 """From this many rows on, threads share the quantising."""
 _CHUNKS = 4
 """Chunks of work a thread."""
+
+
+def _round(group: int) -> Any:
+    """A function for numba code that rounds one group: addresses of its float32 inputs, its int8 activations (high,
+    then low), its step and its sum."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, activations, step, total = arguments
+        make, rounding = Emitter(builder), ir.Constant(FLOATS, [ROUNDING] * LANES)
+        parts = [make.load(make.plus(x, 4 * first), FLOATS, 4) for first in range(0, group, LANES)]
+        # As integers magnitudes sort alike, infinity and NaN above all, so that these are never lost.
+        sizes = [builder.and_(builder.bitcast(part, INTS), ir.Constant(INTS, [0x7FFFFFFF] * LANES)) for part in parts]
+
+        def greater(left: Any, right: Any) -> Any:
+            return builder.select(builder.icmp_signed(">", left, right), left, right)
+
+        most = make.fold(reduce(greater, sizes), greater)
+        top = builder.bitcast(most, FLOATS)
+        some = builder.icmp_signed(">", most, ir.Constant(INTS, [0] * LANES))
+        inverse = builder.select(some, builder.fdiv(make.constant(127.0), top), make.constant(0.0))
+        sums = []
+        for first, part in zip(range(0, group, LANES), parts, strict=True):
+            units = builder.fmul(part, inverse)
+            whole = builder.fsub(builder.fadd(units, rounding), rounding)
+            fine = builder.fmul(builder.fsub(units, whole), make.constant(FINE))
+            rest = builder.fsub(builder.fadd(fine, rounding), rounding)
+            for offset, value in ((0, whole), (group, rest)):
+                short = builder.trunc(builder.fptosi(value, INTS), ir.VectorType(I8, LANES))
+                make.store(short, make.plus(activations, offset + first), 1)
+            sums.append(make.fma(whole, make.constant(FINE), rest))  # whole numbers, exact far beyond these
+        one = builder.fmul(top, make.constant(1 / 127))
+        whole_sum = builder.fmul(make.fold(reduce(builder.fadd, sums), builder.fadd), make.constant(1 / FINE))
+        for place, value in ((step, one), (total, builder.fmul(one, whole_sum))):
+            make.store(builder.extract_element(value, ir.Constant(ir.IntType(32), 0)), place)
+        return context.get_dummy_value()
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def function(typing: Any, x: Any, activations: Any, step: Any, total: Any) -> Any:
+        return types.void(*[types.int64] * 4), emit
+
+    return function
+
+
+_round_fine, _round_coarse = _round(16), _round(32)
 
 
 @cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
@@ -41,31 +89,12 @@ def _quantise(raw: Any) -> None:
         first = take(address(raw), a[1])
         if first >= rows:
             return
-        for row in range(first, min(first + a[1], rows)):
-            steps = carray(pointer(a[7] + row * groups * 4), (groups,), np.float32)
-            sums = carray(pointer(a[8] + row * groups * 4), (groups,), np.float32)
-            for number in range(groups):
-                place = row * groups * group + number * group
-                x = carray(pointer(a[5] + 4 * place), (group,), np.float32)
-                bits = carray(pointer(a[5] + 4 * place), (group,), np.int32)
-                high = carray(pointer(a[6] + 2 * place), (group,), np.int8)
-                low = carray(pointer(a[6] + 2 * place + group), (group,), np.int8)
-                # As integers magnitudes sort alike, infinity and NaN above all, so that these are never lost.
-                most = np.int32(0)
-                for index in range(group):
-                    most = max(most, bits[index] & np.int32(0x7FFFFFFF))
-                top = float_of(np.int32(most))
-                inverse = np.float32(127) / top if most > 0 else np.float32(0)
-                total = np.int32(0)
-                for index in range(group):
-                    units = x[index] * inverse
-                    whole = (units + ROUND) - ROUND
-                    rest = np.int32(((units - whole) * np.float32(FINE) + ROUND) - ROUND)
-                    high[index] = np.int32(whole)
-                    low[index] = rest
-                    total += FINE * np.int32(whole) + rest
-                steps[number] = top * np.float32(1 / 127)
-                sums[number] = steps[number] * (np.float32(total) * np.float32(1 / FINE))
+        for number in range(first * groups, min(first + a[1], rows) * groups):
+            x, activations, factor = a[5] + 4 * number * group, a[6] + 2 * number * group, 4 * number
+            if group == 16:
+                _round_fine(x, activations, a[7] + factor, a[8] + factor)
+            else:
+                _round_coarse(x, activations, a[7] + factor, a[8] + factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +180,7 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
 
 def _run(call: Call, threads: int) -> None:
     function, arguments = call
-    team.run(function, threads, (ctypes.c_int64 * len(arguments))(*arguments))
+    team.run(function, threads, (ctypes.c_int64 * len(arguments))(*map(int, arguments)))
 
 
 def _aligned(shape: tuple[int, ...]) -> NDArray[np.uint8]:

@@ -142,9 +142,9 @@ def _store(raw: Any) -> None:
 @cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
 def _heads(raw: Any) -> None:
     """What lies between the product that gives queries, keys and values, and attention: bias, norms of query and key
-    heads, rotation, and storing. Arguments: counter, chunk, rows, heads, key heads, size of a head, rows' floats in place
-    (queries, keys, values), positions, tables of cosines and signed sines, positions in the pool, pool, bias, query
-    norm, key norm (0: none of these), address of the norms' epsilon."""
+    heads, rotation, and storing. Arguments: counter, chunk, rows, heads, key heads, size of a head, rows' floats in
+    place (queries, keys, values), positions, tables of cosines and signed sines, positions in the pool, pool, bias,
+    query norm, key norm (0: none of these), address of the norms' epsilon."""
     a = carray(raw, (16,), np.int64)
     heads, kv_heads, dim = a[3], a[4], a[5]
     width, half = (heads + 2 * kv_heads) * dim, dim // 2

@@ -28,7 +28,6 @@ FINE = 254
 """Units of an activation's low byte in one of its high byte: half a unit is left over, and 127 units say it."""
 
 
-
 class _Emitter(Emitter):
     def __init__(self, builder: Any) -> None:
         super().__init__(builder)

@@ -50,8 +50,8 @@ def _parts(linear: AnyLinear) -> list[Int8Linear]:
 
 
 class CompiledLayers:
-    """The layers of `model`, which must be `compilable`, over `attention`'s pool. Buffers hold the most rows that a step
-    had so far, rounded up to a power of two."""
+    """The layers of `model`, which must be `compilable`, over `attention`'s pool. Buffers hold the most rows that a
+    step had so far, rounded up to a power of two."""
 
     def __init__(self, model: Llama, attention: CompiledAttention) -> None:
         from engine.kernels import int8, program, rows  # compile at import, so only where they run
@@ -115,9 +115,9 @@ class CompiledLayers:
 
     def _norm(self, norm: Norm, added: Tensor | None) -> Call:
         assert isinstance(norm, CompiledRmsNorm)
-        addresses = [part.data_ptr() for part in (self._stream, norm.weight, self._normed, norm.eps)]
+        places = self._stream.data_ptr(), norm.weight.data_ptr(), self._normed.data_ptr(), norm.eps.data_ptr()
         first = 0 if added is None else added.data_ptr()
-        return self._rows.norm_call("rows", "share", self._stream.shape[1], *addresses, first)
+        return self._rows.norm_call("rows", "share", self._stream.shape[1], *places, first)
 
     def _prepared(self, index: int, layer: Layer) -> Call:
         bias, (query, key), rope = self._biases[index], (layer.query_norm, layer.key_norm), self._model.rope

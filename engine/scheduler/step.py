@@ -116,7 +116,8 @@ class RankReport:
 
     `pages`: usable pages of the per-rank pool (the padding page excluded). `page_bytes`: bytes of one page over all
     layers of one rank. `weight_bytes`: bytes of weights that one decode step reads, over all ranks. `device`,
-    `attention`, `numerics`, `dtype`: the choices in force, for logs, the model card and metrics.
+    `attention`, `numerics`, `dtype`: the choices in force, for logs, the model card and metrics. `kernels`: what the
+    matrix products run on.
     """
 
     pages: int
@@ -127,3 +128,4 @@ class RankReport:
     attention: str
     numerics: str
     dtype: str
+    kernels: str = "torch"

@@ -11,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from engine.attention import choose
+from engine.attention.compiled import CompiledAttention
 from engine.attention.flash import FlashAttention, installed
 from engine.attention.protocol import AttentionUnavailable, Batch, KvPool, Needs, Query
 from engine.attention.reference import ReferenceAttention
+from engine.kernels import team
 
 NEEDS = Needs("cpu", torch.float32, heads=6, kv_heads=2, head_dim=16, layers=2, page_tokens=16, invariant=False)
 CPU = torch.device("cpu")
@@ -42,7 +44,16 @@ def batch(parts: list[tuple[int, int]], pool: KvPool, padding: int = 0) -> Batch
     return Batch(queries, offset + padding, tables, torch.from_numpy(tables), flat)
 
 
-@pytest.mark.parametrize("invariant", [False, True])
+def needed(name: str, needs: Needs) -> Needs:
+    """`needs` as the backend `name` can serve them. Skips where it can't run at all."""
+    if name != "compiled":
+        return needs
+    if team.missing():
+        pytest.skip(team.missing())
+    return replace(needs, dtype=torch.bfloat16, head_dim=-(-needs.head_dim // 32) * 32)
+
+
+@pytest.mark.parametrize(("name", "invariant"), [("cpu", False), ("cpu", True), ("compiled", True)])
 @pytest.mark.parametrize(
     "parts",
     [
@@ -54,14 +65,14 @@ def batch(parts: list[tuple[int, int]], pool: KvPool, padding: int = 0) -> Batch
         [(500, 30)],
     ],
 )
-def test_cpu_equals_the_oracle(parts: list[tuple[int, int]], invariant: bool) -> None:
-    needs = replace(NEEDS, invariant=invariant)
+def test_cpu_equals_the_oracle(parts: list[tuple[int, int]], name: str, invariant: bool) -> None:
+    needs = needed(name, replace(NEEDS, invariant=invariant))
     first, second = filled(needs), filled(needs)
     step = batch(parts, first, padding=3)
     generator = torch.Generator().manual_seed(9)
-    query = torch.randn(step.rows, 6, 16, generator=generator)
-    kv = torch.randn(step.rows, 4, 16, generator=generator)
-    backend, oracle = choose("cpu", needs, first), ReferenceAttention(second)
+    query = torch.randn(step.rows, 6, needs.head_dim, generator=generator)
+    kv = torch.randn(step.rows, 4, needs.head_dim, generator=generator)
+    backend, oracle = choose(name, needs, first), ReferenceAttention(second)
     real = step.rows - 3
     prepared, known = backend.prepare(step), oracle.prepare(step)
     for layer in (0, 1):
@@ -72,11 +83,14 @@ def test_cpu_equals_the_oracle(parts: list[tuple[int, int]], invariant: bool) ->
     assert torch.equal(first.data, second.data)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("compiled", torch.bfloat16)]
+)
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
-def test_invariant_rows_depend_on_no_cut(dtype: torch.dtype, head_dim: int) -> None:
+def test_invariant_rows_depend_on_no_cut(name: str, dtype: torch.dtype, head_dim: int) -> None:
     """A position's result is the same bits in one chunk, in any chunks and decoded beside longer neighbours."""
-    needs = replace(NEEDS, invariant=True, dtype=dtype, head_dim=head_dim)
+    needs = needed(name, replace(NEEDS, invariant=True, dtype=dtype, head_dim=head_dim))
+    head_dim = needs.head_dim
     generator = torch.Generator().manual_seed(4)
     length = 560
     query = torch.randn(length, 6, head_dim, generator=generator).to(dtype)
@@ -84,7 +98,7 @@ def test_invariant_rows_depend_on_no_cut(dtype: torch.dtype, head_dim: int) -> N
 
     def cut(borders: list[int]) -> torch.Tensor:
         pool = filled(needs)
-        backend = choose("cpu", needs, pool)
+        backend = choose(name, needs, pool)
         parts = []
         for start, end in pairwise([0, *borders, length]):
             step = batch([(start, end - start)], pool)
@@ -95,7 +109,7 @@ def test_invariant_rows_depend_on_no_cut(dtype: torch.dtype, head_dim: int) -> N
     for borders in ([1, 2], [16, 272, 273], [255, 256, 257], [100, 512, 513], [length - 3, length - 2, length - 1]):
         assert torch.equal(cut(borders), whole), borders
     pool = filled(needs)
-    backend = choose("cpu", needs, pool)
+    backend = choose(name, needs, pool)
     starts = [254, 255, 256, 300, 30]
     for slot, start in enumerate(starts):
         whole_step = batch([(0, 1)] * slot + [(0, start)], pool)
@@ -110,10 +124,12 @@ def _tables(step: Batch) -> tuple[NDArray[np.int32], torch.Tensor]:
     return step.tables, step.device_tables
 
 
-def test_consecutive_steps_see_what_was_written() -> None:
+@pytest.mark.parametrize("name", ["cpu", "compiled"])
+def test_consecutive_steps_see_what_was_written(name: str) -> None:
     """Backends may remember what they gathered: it must stay true while pages are written, moved and reused."""
-    first, second = filled(NEEDS), filled(NEEDS)
-    backend, oracle = choose("cpu", NEEDS, first), ReferenceAttention(second)
+    needs = needed(name, NEEDS)
+    first, second = filled(needs), filled(needs)
+    backend, oracle = choose(name, needs, first), ReferenceAttention(second)
     generator = torch.Generator().manual_seed(1)
     rng = np.random.default_rng(3)
     tables = rng.permutation(200)[:120].reshape(3, 40).astype(np.int32)
@@ -131,8 +147,8 @@ def test_consecutive_steps_see_what_was_written() -> None:
         step = Batch(queries, len(active), tables, torch.from_numpy(tables), torch.tensor(writes, dtype=torch.int64))
         if not active:
             continue
-        query = torch.randn(len(active), 6, 16, generator=generator)
-        kv = torch.randn(len(active), 4, 16, generator=generator)
+        query = torch.randn(len(active), 6, needs.head_dim, generator=generator)
+        kv = torch.randn(len(active), 4, needs.head_dim, generator=generator)
         prepared, known = backend.prepare(step), oracle.prepare(step)
         for layer in (0, 1):
             found = backend.forward(query, kv, layer, prepared)
@@ -159,3 +175,58 @@ def test_flash_names_each_thing_that_is_missing() -> None:
     for words in ("device cpu", "torch.float32", "head size 40", "pages of 20 tokens"):
         assert words in found
     assert ("a package" in found) == (installed() is None)
+
+
+def test_the_compiled_backend_names_each_thing_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not team.missing():
+        odd = replace(NEEDS, heads=99, kv_heads=3, head_dim=40, page_tokens=20)
+        found = "; ".join(CompiledAttention.missing(odd))
+        for words in ("torch.float32", "head size 40", "pages of 20 tokens", "33 heads a key head"):
+            assert words in found
+        fine = replace(NEEDS, dtype=torch.bfloat16, head_dim=64)
+        assert choose("auto", fine, filled(fine, 4)).name == "compiled"
+    monkeypatch.setattr(team, "missing", lambda: "this processor is another one")
+    with pytest.raises(AttentionUnavailable, match=r"'compiled' .* missing: this processor is another one"):
+        choose("compiled", NEEDS, filled(NEEDS, 4))
+    assert choose("auto", replace(NEEDS, dtype=torch.bfloat16, head_dim=64), filled(NEEDS, 4)).name == "cpu"
+
+
+@pytest.mark.parametrize("name", ["cpu", "compiled"])
+def test_what_pages_held_before_is_never_seen_and_what_is_broken_is(name: str) -> None:
+    """A former owner's NaN beyond the slot's positions changes nothing; one's own shows."""
+    needs = needed(name, NEEDS)
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(21, 6, needs.head_dim, generator=generator)
+    kv = torch.randn(21, 4, needs.head_dim, generator=generator)
+    results = []
+    for stale in (0.0, torch.nan):
+        pool = KvPool(200, needs, CPU)
+        pool.data[:, :200] = stale
+        backend = choose(name, needs, pool)
+        step = batch([(0, 21)], pool)
+        results.append(backend.forward(query, kv, 0, backend.prepare(step)))
+    assert torch.equal(*results)
+    kv[7] = torch.nan
+    broken = backend.forward(query, kv, 0, backend.prepare(step))
+    assert torch.isnan(broken[7:]).all()
+
+
+def test_compiled_attention_is_the_same_on_any_threads_and_with_every_group() -> None:
+    """Heads a key head: tiles of every size, and pieces of chunks that no tile divides."""
+    for heads, kv_heads, head_dim in ((6, 6, 32), (6, 3, 96), (9, 3, 64), (5, 1, 128), (32, 1, 256)):
+        needs = needed("compiled", replace(NEEDS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, layers=1))
+        generator = torch.Generator().manual_seed(heads)
+        first, second = KvPool(200, needs, CPU), KvPool(200, needs, CPU)
+        query = torch.randn(77, heads, head_dim, generator=generator)
+        kv = torch.randn(77, 2 * kv_heads, head_dim, generator=generator)
+        backend, oracle = choose("compiled", needs, first), ReferenceAttention(second)
+        step = batch([(0, 77)], first)
+        wanted = oracle.forward(query, kv, 0, oracle.prepare(step))
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(backend.forward(query, kv, 0, backend.prepare(step)))
+        torch.set_num_threads(1)
+        assert torch.allclose(found[0], wanted, atol=4e-6), heads
+        assert torch.equal(found[0], found[1]), heads
+        assert torch.equal(found[0], found[2]), heads
