@@ -120,6 +120,7 @@ class EngineReplica:
             "attention": report.attention,
             "numerics": report.numerics,
             "dtype": report.dtype,
+            "kernels": report.kernels,
             "context": str(self._engine.context),
         }
 

@@ -77,7 +77,7 @@ class Startup:
 
     @property
     def cache_seed(self) -> bytes:
-        """The start of every page key; the preprocessor, the router and the engine must agree on it."""
+        """The start of every page key that a preprocessor names and a router reads."""
         engine = self.settings.engine
         return cache_seed(
             self.model.manifest, dtype=engine.dtype, numerics=self.numerics, page_tokens=engine.page_tokens

@@ -9,12 +9,14 @@ from math import inf
 
 import pytest
 
+from engine.cache.keys import cache_seed, page_keys
 from engine.engine import QueueFull
+from engine.scheduler.request import Group
 from engine.scheduler.step import StepResult
 from engine.types.events import EngineEnd, PromptScores, TokenRecord, Update
 from engine.types.request import OutputOptions, PreparedPrompt, RequestError
 from tests.support.engine_rig import SMALL, Rig
-from tests.support.fake_rank import EOS, FakeRank, FakeRanks, alone, make_prompt, score_entry
+from tests.support.fake_rank import EOS, FakeRank, FakeRanks, alone, fake_model, make_prompt, score_entry
 
 
 def find(condition: Callable[[PreparedPrompt], bool], **fields: object) -> PreparedPrompt:
@@ -117,6 +119,30 @@ def test_min_tokens_keep_eos_and_stops_away() -> None:
     assert all(len(rig.ids("a", child)) >= 5 for child in (0, 1))
     assert EOS not in rig.ids("a")[:5]
     assert stop[0] not in rig.ids("a", 1)[:4]
+
+
+def test_engines_that_compute_alike_name_pages_alike() -> None:
+    """The keys that come with a prompt are the settings' own; an engine's name its KV."""
+
+    def named(tensor_parallel: int = 1, **changes: str) -> bytes:
+        rank = FakeRank(8, SMALL.page_tokens)
+        rank.report = replace(rank.report, **changes)  # type: ignore[arg-type]
+        rig = Rig(replace(SMALL, tensor_parallel=tensor_parallel), ranks=lambda: FakeRanks(rank))
+        prompt = make_prompt(range(1, 9), max_tokens=1)
+        seed = cache_seed(fake_model(64).manifest, dtype="auto", numerics="invariant", page_tokens=4)
+        given = page_keys(prompt.token_ids, 4, seed)
+        (request,) = rig.engine._scheduler.prepare(Group("a", None), [replace(prompt, page_keys=given)])
+        assert len(request.keys) == 2 and request.keys[0] != given[0]
+        return request.keys[0]
+
+    others = [
+        named(kernels="vnni-int8"),
+        named(device="cuda"),
+        named(attention="flash"),
+        named(numerics="fast"),
+        named(2),
+    ]
+    assert named() == named() and len({named(), *others}) == 6
 
 
 def test_the_context_ends_an_answer() -> None:

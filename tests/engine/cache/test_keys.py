@@ -62,3 +62,12 @@ def test_the_seed_covers_model_numerics_and_geometry() -> None:
     seeds = {seed(), seed(other), seed(recipe), seed(dtype="float32"), seed(numerics="invariant"), seed(page=16)}
     assert len(seeds) == 6
     assert seed() == seed()
+
+
+def test_the_seed_covers_what_computes() -> None:
+    def seed(*computation: str) -> bytes:
+        return cache_seed(MANIFEST, dtype="auto", numerics="fast", page_tokens=64, computation=computation)
+
+    seeds = {seed(), seed("cpu"), seed("cpu", "int8"), seed("cpuint8"), seed("int8", "cpu")}
+    assert len(seeds) == 5
+    assert seed() == cache_seed(MANIFEST, dtype="auto", numerics="fast", page_tokens=64)
