@@ -14,7 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from engine.config import EngineConfig
 from engine.execution import runner as runner_module
 from engine.execution.runner import Runner
 from engine.kernels import team
+from engine.models.compiled import CompiledLayers
+from engine.models.llama import Llama
 from engine.parallel.collectives import Alone
 from engine.prepare import prepare
 from engine.prepared import PreparedModel
@@ -91,27 +93,52 @@ class Steps:
     def parts(self, streams: int, steps: int = 12) -> dict[str, float]:
         """Milliseconds of a decode step by part, each the difference that its absence makes to the best step."""
         for slot in range(streams):
-            self.prefill(slot, CONTEXT - steps * 3)
-        model = self._runner._model
-        layers = getattr(model, "layers", [])
+            self.prefill(slot, CONTEXT - steps * 4)
 
         def best() -> float:
             self.decode(streams, 1)
             return self.decode(streams, steps)[0] * 1000
 
-        whole = best()
-        with _remembered([(layer, name) for layer in layers for name in ("qkv", "output", "gate_up", "down")]):
-            rest = best()
-            found = {"step": whole, "linears": whole - rest}
-            for part, owner, name in (
-                ("attention", self._runner._attention, "forward"),
-                ("head", model, "logits"),
-                ("sampling", runner_module, "sample"),
-            ):
-                with _remembered([(owner, name)]):
-                    found[part] = rest - best()
-        found["other"] = rest - found["attention"] - found["head"] - found["sampling"]
+        model, whole = self._runner._model, best()
+        layers = model._compiled if isinstance(model, Llama) else None
+        found = {"step": whole}
+        for part, without in _compiled(layers) if layers else _layered(model, self._runner):
+            with without:
+                found[part] = whole - best()
+        for part, owner, name in (("head", model, "logits"), ("sampling", runner_module, "sample")):
+            with _remembered([(owner, name)]):
+                found[part] = whole - best()
+        found["other"] = 2 * whole - sum(found.values())
         return found
+
+
+def _compiled(layers: CompiledLayers) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
+    """Each part of the program that all layers are, and a way to leave it out."""
+    from engine.kernels import attention, int8, rows, tiles  # compile at import, so only where they run
+
+    for part, functions in (
+        ("linears", {int8._quantise.address, tiles.multiply.address}),
+        ("attention", {attention.attend.address}),
+        ("norms, gates, heads", {rows._norm.address, rows._swiglu.address, rows._heads.address}),
+    ):
+        yield part, _replaced(layers, "program", layers.program.without(functions))
+
+
+def _layered(model: Any, runner: Runner) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
+    """The same of layers that are called one by one."""
+    linears = [(layer, name) for layer in getattr(model, "layers", []) for name in ("qkv", "output", "gate_up", "down")]
+    yield "linears", _remembered(linears)
+    yield "attention", _remembered([(runner._attention, "forward")])
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    saved = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, saved)
 
 
 class _Remembered:
@@ -129,16 +156,12 @@ class _Remembered:
         return getattr(self._inner, name)
 
 
-@contextmanager
-def _remembered(places: list[tuple[Any, str]]) -> Iterator[None]:
-    saved = [(owner, name, getattr(owner, name)) for owner, name in places]
-    for owner, name, value in saved:
-        setattr(owner, name, _Remembered(value))
-    try:
-        yield
-    finally:
-        for owner, name, value in saved:
-            setattr(owner, name, value)
+def _remembered(places: list[tuple[Any, str]]) -> ExitStack:
+    """Each place computes once and then repeats itself."""
+    stack = ExitStack()
+    for owner, name in places:
+        stack.enter_context(_replaced(owner, name, _Remembered(getattr(owner, name))))
+    return stack
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ differs from run to run, sizes and addresses, is named when a call is added and 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ class Program:
     """`calls` in order. Their first argument, the counter, is set to zero before each run."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
         self._table = np.zeros((len(calls), 1 + MOST_ARGUMENTS), dtype=np.int64)
         named: dict[str, list[int]] = {}
         flat = self._table.reshape(-1)
@@ -72,3 +73,7 @@ class Program:
         for name, places in self._named.items():
             self._flat[places] = values[name]
         team.run(_replay.address, torch.get_num_threads(), self._block)
+
+    def without(self, functions: Collection[int]) -> Program:
+        """The same program less the calls of compiled `functions`, by address: what they cost is what it is faster."""
+        return Program([call for call in self._calls if call[0] not in functions])

@@ -75,7 +75,7 @@ class CompiledLayers:
             "positions": positions.data_ptr(),
             "writes": metadata.writes.data_ptr(),
         }
-        self._layers.run(values | self._attention.values(metadata))
+        self.program.run(values | self._attention.values(metadata))
         return self._stream[:count] + self._delta[:count]
 
     def _build(self, capacity: int) -> None:
@@ -93,7 +93,7 @@ class CompiledLayers:
         calls: list[Call] = []
         for index, layer in enumerate(layers):
             calls += self._layer(index, layer)
-        self._layers = self._program(calls)
+        self.program = self._program(calls)
 
     def _layer(self, index: int, layer: Layer) -> list[Call]:
         """As `Layer.__call__`, but that a norm adds what the product before it gave."""
