@@ -31,6 +31,7 @@ from serve_app.supervision import supervised
 
 if TYPE_CHECKING:
     from serve_app.app import Target
+    from serve_app.room import RoomWatch
     from serve_app.startup import Startup
 
 READY_SECONDS = 120.0
@@ -140,7 +141,8 @@ def _start_ray(startup: Startup) -> Startup:
     """Starts or joins the cluster, and settles the device now that its GPUs are known."""
     import ray
 
-    from serve_app.app import check_room, cluster_device
+    from serve_app.app import cluster_device
+    from serve_app.room import check_room
 
     graph = startup.settings.graph
     common: dict[str, Any] = {"namespace": "flare", "logging_level": logging.WARNING, "log_to_driver": False}
@@ -163,6 +165,7 @@ def _deploy(startup: Startup, stop: threading.Event, deployed: list[str]) -> Non
     from ray import serve
 
     from serve_app.app import check_address, targets
+    from serve_app.room import RoomWatch
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     server = startup.settings.server
@@ -175,13 +178,20 @@ def _deploy(startup: Startup, stop: threading.Event, deployed: list[str]) -> Non
         [serve.RunTarget(target.application, target.name, target.route_prefix) for target in wanted],
         wait_for_applications_running=False,
     )
-    _wait_until_running(wanted, stop)
+    _wait_until_running(wanted, stop, RoomWatch(startup))
 
 
-def _wait_until_running(wanted: list[Target], stop: threading.Event) -> None:
+def _wait_until_running(wanted: list[Target], stop: threading.Event, room: RoomWatch) -> None:
+    """Tells now and then what the graph waits for; at once where it can't ever have that."""
     from ray import serve
 
+    from serve_app.room import LOOK_SECONDS
+
+    look = time.monotonic() + (0.0 if room.lacking else LOOK_SECONDS)
     while not stop.is_set():
+        if time.monotonic() >= look:
+            room.tell()
+            look += LOOK_SECONDS
         status = serve.status().applications
         states = [status[target.name] for target in wanted if target.name in status]
         for state in states:

@@ -22,7 +22,8 @@ from serve_app.ingress.families import FAMILIES, PREFIXES
 from serve_app.ingress_replica import IngressReplica
 from serve_app.preprocessor import PreprocessorReplica
 from serve_app.ray_flags import KEEP_ALIVE_SECONDS
-from serve_app.settings import Settings, SettingsError, cores, load
+from serve_app.room import REPLICA_CPUS, RoomWatch, preprocessors
+from serve_app.settings import Settings, SettingsError, load
 from serve_app.startup import ResolvedDevice, Startup, start
 
 MODEL: Final = "engine"
@@ -31,7 +32,6 @@ PREPROCESSOR: Final = "Preprocessor"
 FULL_HUB: Final = "flare"
 WIDE: Final = 1_000_000
 """Serve's own queues never answer first: admission is the Engine replica's."""
-REPLICA_CPUS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,16 @@ class Target:
 
 def build(args: dict[str, Any]) -> Application:
     """The compact layout: one application, one ingress for all families, engine and preprocessor bound below it."""
-    return _compact(_start(load(args), hub=f"flare-{secrets.token_hex(4)}"))
+    startup = _start(load(args), hub=f"flare-{secrets.token_hex(4)}")
+    RoomWatch(startup).start()
+    return _compact(startup)
 
 
 def build_engine(args: dict[str, Any]) -> Application:
     """Preprocessor and Engine, reachable by handle alone."""
-    return _model(_full(args))
+    startup = _full(args)
+    RoomWatch(startup).start()
+    return _model(startup)
 
 
 def build_openai(args: dict[str, Any]) -> Application:
@@ -112,26 +116,6 @@ def cluster_device(settings: Settings) -> ResolvedDevice:
     return "cuda" if has and asked != "cpu" else "cpu"
 
 
-def cpus_asked(settings: Settings) -> float:
-    """What all processes of the layout ask of Ray together."""
-    graph, compact = settings.graph, settings.layout == "compact"
-    ingresses = (graph.ingresses or 1) * (1 if compact else len(FAMILIES))
-    replicas = graph.engines + ingresses + max(_preprocessors(settings), 0 if compact else 1)
-    return replicas * REPLICA_CPUS + graph.engines * settings.engine.tensor_parallel * graph.rank_cpus
-
-
-def check_room(settings: Settings) -> None:
-    """Raises SettingsError when the cluster lacks the CPUs for the graph: on one that doesn't grow, what finds no place
-    waits for ever."""
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    asked, has = cpus_asked(settings), resources.get("CPU", 0.0)
-    if asked > has + 1e-6:
-        raise SettingsError(
-            f"graph.rank_cpus: the graph asks for {asked:g} CPUs, but Ray has {has:g}; fewer a rank, or fewer of "
-            "engine.tensor_parallel, graph.engines, graph.ingresses and graph.preprocessors"
-        )
-
-
 def _full(args: Mapping[str, Any]) -> Startup:
     """One application of the full layout, whatever the machine would choose."""
     return _start(load({**args, "graph.layout": "full"}))
@@ -143,7 +127,7 @@ def _start(settings: Settings, hub: str = FULL_HUB) -> Startup:
 
 
 def _compact(startup: Startup) -> Application:
-    preprocessor = _preprocessor(startup, None) if _preprocessors(startup.settings) else None
+    preprocessor = _preprocessor(startup, None) if preprocessors(startup.settings) else None
     return _ingress(startup, tuple(FAMILIES), _engine(startup), preprocessor)
 
 
@@ -154,15 +138,8 @@ def _model(startup: Startup) -> Application:
 
 
 def _family(startup: Startup, families: tuple[str, ...]) -> Application:
-    preprocessor = (MODEL, PREPROCESSOR) if _preprocessors(startup.settings) else None
+    preprocessor = (MODEL, PREPROCESSOR) if preprocessors(startup.settings) else None
     return _ingress(startup, families, (MODEL, ENGINE), preprocessor)
-
-
-def _preprocessors(settings: Settings) -> int:
-    """Replicas of the Preprocessor; 0: ingresses lower in their own process."""
-    if settings.graph.preprocessors is not None:
-        return settings.graph.preprocessors
-    return 0 if settings.layout == "compact" else max(1, cores() // 16)
 
 
 def _engine(startup: Startup) -> Application:
@@ -200,7 +177,7 @@ def _preprocessor(startup: Startup, engine: Application | None) -> Application:
     """`engine`: bound below it, so that Serve deploys it too."""
     deployment = serve.deployment(
         name=PREPROCESSOR,
-        num_replicas=max(1, _preprocessors(startup.settings)),
+        num_replicas=max(1, preprocessors(startup.settings)),
         max_ongoing_requests=WIDE,
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         graceful_shutdown_wait_loop_s=0.1,

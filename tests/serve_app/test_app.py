@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from engine.grammar import Grammars
-from serve_app import app
+from serve_app import app, room
 from serve_app.ingress.families import FAMILIES
 from serve_app.preparation import prepare
 from serve_app.preprocessor import PreprocessorReplica
@@ -97,17 +97,17 @@ def test_everything_starts_on_two_cores(source: Startup) -> None:
         assert sum(map(cpus, app.targets(startup))) <= 2.0
 
 
-def test_more_than_the_machine_has_is_refused(source: Startup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_a_cluster_of_our_own_has_is_refused(source: Startup, monkeypatch: pytest.MonkeyPatch) -> None:
     for layout, preprocessors in (("compact", "0"), ("compact", "2"), ("full", "0"), ("full", "3")):
         given = {"layout": layout, "preprocessors": preprocessors, "ingresses": "2", "engines": "2", "rank_cpus": "0.5"}
         startup = started(source, tensor_parallel="3", **given)
         asked = sum(map(cpus, app.targets(startup)))
-        assert app.cpus_asked(startup.settings) == pytest.approx(asked)
+        assert room.asked(startup.settings)["CPU"] == pytest.approx(asked)
         monkeypatch.setattr(ray, "cluster_resources", lambda has=asked: {"CPU": has})
-        app.check_room(startup.settings)
+        room.check_room(startup.settings)
         monkeypatch.setattr(ray, "cluster_resources", lambda has=asked: {"CPU": has - 0.1})
         with pytest.raises(SettingsError, match=r"graph\.rank_cpus: .*engine\.tensor_parallel"):
-            app.check_room(startup.settings)
+            room.check_room(startup.settings)
 
 
 def test_a_startup_travels_and_means_the_same(source: Startup) -> None:
