@@ -1,7 +1,8 @@
 """The CPU's way to sample: few candidates a row, proven to hold every survivor of the filters.
 
-Block maxima bound the candidates, so most of a vocabulary is read once for its maxima and once for its mass. Rows
-whose survivors are many (flat distributions, no filter at all) race a superset of them and test the winner.
+In torch's passes; `kernels.sampling` does the same in fewer, where compiled kernels run. Block maxima bound the
+candidates, so most of a vocabulary is read once for its maxima and once for its mass. Rows whose survivors are many
+(flat distributions, no filter at all) race a superset of them and test the winner.
 """
 
 from __future__ import annotations

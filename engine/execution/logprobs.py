@@ -117,8 +117,8 @@ def score_prompt(logits: Tensor, targets: Tensor, alternatives: int) -> PromptOb
     A rank is one plus the number of strictly greater values. Callers bound memory by the rows they pass at once.
     """
     rows = torch.arange(len(targets), device=targets.device)
-    seen = _compiled(logits, torch.stack((rows, targets), 1), alternatives)
-    if seen is not None:
+    seen = _compiled(logits, torch.stack((rows, targets), 1), alternatives, ranked=True)
+    if seen is not None and seen.rank is not None:
         return PromptObservations(targets, seen.picked[:, 0], seen.rank, seen.top, seen.top_ids)
     peak, spread = _normalizer(logits)
     actual = logits.gather(1, targets[:, None])
@@ -132,13 +132,13 @@ def score_prompt(logits: Tensor, targets: Tensor, alternatives: int) -> PromptOb
     )
 
 
-def _compiled(logits: Tensor, asked: Tensor, natural: int) -> Seen | None:
+def _compiled(logits: Tensor, asked: Tensor, natural: int, *, ranked: bool = False) -> Seen | None:
     """The same compiled, see `kernels.observing.observe`; None where that can't run or doesn't serve."""
     if logits.is_cuda or team.missing() or not len(asked):
         return None
     from engine.kernels import observing  # compiles at import, so only where it runs
 
-    return observing.observe(logits, asked, natural)
+    return observing.observe(logits, asked, natural, ranked=ranked)
 
 
 def _normalizer(logits: Tensor) -> tuple[Tensor, Tensor]:

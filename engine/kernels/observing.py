@@ -30,16 +30,16 @@ from engine.kernels.ranking import (
     look,
     nth,
     peak_of,
-    rank,
     room_of,
     row_of,
     sort,
     up_to,
-    weigh,
+    weigh_and_rank,
 )
 
 _ASKED, _PICKS, _NATURAL, _SCORES, _TOP, _PLACES, _BROKEN = range(OWN, OWN + 7)
-"""Own arguments, see `observe`: addresses, but for the numbers of ids picked and of natural ones."""
+"""Own arguments, see `observe`: addresses, but for the numbers of ids picked and of natural ones. No address of places:
+they aren't asked for."""
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -75,14 +75,13 @@ def _observe(raw: Any) -> None:
         if not np.isfinite(peak):
             carray(pointer(a[_BROKEN]), (1,), np.int64)[0] = 1
             continue
-        spread = math.log(weigh(row, peak, np.float32(1)))
+        spread = math.log(weigh_and_rank(row, peak))
         scores = carray(pointer(a[_SCORES] + 8 * number * columns), (columns,), np.float64)
         for index in range(picks):
             scores[index] = np.float64(logits[asked[1 + index]]) - np.float64(peak) - spread
-        rank(row)
-        ranks = carray(pointer(row[2]), (width,), np.int32)
-        place = carray(pointer(a[_PLACES] + 8 * number), (1,), np.int64)
-        place[0] = 1 + up_to(row[2], width, np.int32(ranks[asked[1]] - 1))
+        if a[_PLACES]:
+            rank, place = carray(pointer(row[2]), (width,), np.int32), carray(pointer(a[_PLACES]), (a[ROWS],), np.int64)
+            place[number] = 1 + up_to(row[2], width, np.int32(rank[asked[1]] - 1))
         if natural == 0:
             continue
         _best(row, natural)
@@ -96,27 +95,29 @@ def _observe(raw: Any) -> None:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """Log probabilities, float64, of the ids picked [n, ids] and of the greatest logits [n, natural]; the latter's ids,
-    int64; and one plus how many logits are greater than that of the first id picked, int64 [n]."""
+    int64; and one plus how many logits are greater than that of the first id picked, int64 [n], if that was asked."""
 
     picked: Tensor
     top: Tensor
     top_ids: Tensor
-    rank: Tensor
+    rank: Tensor | None
 
 
-def observe(logits: Tensor, asked: Tensor, natural: int) -> Seen | None:
+def observe(logits: Tensor, asked: Tensor, natural: int, *, ranked: bool) -> Seen | None:
     """Log probabilities under float32 `logits` [rows, vocab]. `asked` int64 [n, 1 + ids]: the row's number, and ids to
-    pick, one or more; `natural`: how many of the greatest. None if those are too many for a room, or a row's greatest
-    isn't finite. Raises IndexError for rows and ids that aren't there."""
-    if natural > min(MOST_FOUND, logits.shape[1]):
+    pick, one or more; `natural`: how many of the greatest; `ranked`: whether the first id's rank is asked. None if
+    those are too many for a room, or a row's greatest logit isn't finite. Raises IndexError for unknown ids."""
+    count, picks, width = len(asked), asked.shape[1] - 1, logits.shape[1]
+    if natural > min(MOST_FOUND, width):
         return None
-    picks = asked.shape[1] - 1
-    if not 0 <= int(asked.min()) <= int(asked[:, 1:].max()) < logits.shape[1] or int(asked[:, 0].max()) >= len(logits):
-        raise IndexError(f"rows and ids {asked.tolist()} of logits {tuple(logits.shape)}")
+    ids = asked[:, 1:].numpy()
+    if ids.min() < 0 or ids.max() >= width:
+        raise IndexError(f"ids from {ids.min()} to {ids.max()} in a vocabulary of {width}")
     asked = asked.contiguous()
-    scores = torch.empty(len(asked), picks + natural, dtype=torch.float64)
-    top, places = torch.empty(len(asked), natural, dtype=torch.int64), torch.empty(len(asked), dtype=torch.int64)
-    broken = torch.zeros(1, dtype=torch.int64)
-    own = [asked.data_ptr(), picks, natural, *(part.data_ptr() for part in (scores, top, places, broken))]
-    deal(_observe.address, torch.get_num_threads(), len(asked), dense(logits), own)
+    scores = torch.empty(count, picks + natural, dtype=torch.float64)
+    top, broken = torch.empty(count, natural, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    places = torch.empty(count, dtype=torch.int64) if ranked else None
+    own = [asked.data_ptr(), picks, natural, scores.data_ptr(), top.data_ptr()]
+    own += [0 if places is None else places.data_ptr(), broken.data_ptr()]
+    deal(_observe.address, torch.get_num_threads(), count, dense(logits), own)
     return None if broken.item() else Seen(scores[:, :picks], scores[:, picks:], top, places)

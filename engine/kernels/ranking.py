@@ -142,19 +142,26 @@ def weigh(row: Any, peak: Any, temperature: Any) -> Any:
     return total
 
 
-@njit  # type: ignore[untyped-decorator]
-def rank(row: Any) -> None:
-    """Writes every id's rank by its logit, and every block's least."""
-    width, logits, ranks, _, blocks, _ = row
+@njit(fastmath={"contract"})  # type: ignore[untyped-decorator]
+def weigh_and_rank(row: Any, peak: Any) -> Any:
+    """Writes every id's rank by its logit and its weight at a temperature of one, and every block's least rank. The sum
+    of the weights."""
+    width, logits, ranks, weights, blocks, _ = row
     least = carray(pointer(blocks), (-(-width // BLOCK),), np.int32)
+    total = 0.0
     for start in range(0, width, BLOCK):
         count = min(BLOCK, width - start)
+        x = carray(pointer(logits + 4 * start), (count,), np.float32)
         bits = carray(pointer(logits + 4 * start), (count,), np.int32)
-        found = carray(pointer(ranks + 4 * start), (count,), np.int32)
+        rank = carray(pointer(ranks + 4 * start), (count,), np.int32)
+        weight = carray(pointer(weights + 4 * start), (count,), np.float32)
         for index in range(count):
             ordered = _ordered(bits[index])
-            found[index] = ~ordered if ordered != np.int32(-1) else np.int32(-1)  # -0 ranks as 0 does
-        least[start // BLOCK] = _lowest(found)
+            rank[index] = ~ordered if ordered != np.int32(-1) else np.int32(-1)  # -0 ranks as 0 does
+            weight[index] = weight_of(peak - x[index])
+        least[start // BLOCK] = _lowest(rank)
+        total += np.float64(_added(weight))
+    return total
 
 
 @njit  # type: ignore[untyped-decorator]

@@ -52,7 +52,9 @@ _EXPECTED = 8.0
 _LUCKY = 64.0
 """How many ids, on average, have so little noise that a race looks at them whatever their weight."""
 _STRIDE = 64
-"""Ids that are asked at once whether one of them is worth a closer look."""
+"""Ids whose hashes are asked at once whether one of them is worth a closer look: half a block."""
+_ROUNDED = 1e-5
+"""More than the rounding of a weight changes its logarithm."""
 
 _GOLDEN, _MIX1, _MIX2 = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """SplitMix64, see `execution.noise`."""
@@ -202,16 +204,6 @@ def _greatest_hash(key: Any, first: Any) -> Any:
     return greatest
 
 
-@njit  # type: ignore[untyped-decorator]
-def _heaviest(weights: Any) -> Any:
-    """The greatest of the _STRIDE weights at address `weights`, whose bits compare as they do."""
-    bits = carray(pointer(weights), (_STRIDE,), np.int32)
-    greatest = np.int32(0)
-    for index in range(_STRIDE):
-        greatest = max(greatest, bits[index])
-    return float_of(greatest)
-
-
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _leader(row: Any, key: Any, least: Any) -> Any:
     """The id of the greatest score, weight / noise, if it is `least` or more; else -1.
@@ -220,22 +212,24 @@ def _leader(row: Any, key: Any, least: Any) -> Any:
     needs more than a hash, without its last round, and two comparisons.
     """
     width, weights, chosen, luck = row[0], row[3], -1, _LUCKY / row[0]
+    gap = carray(pointer(row[4]), (-(-width // BLOCK),), np.float32)
     # Noise is at most m if the hash is at least 2^64 exp(-m); a few more ids do no harm.
     upper = np.int64(math.exp(-luck) * 2.0**31) - 16
     floor = np.uint64(upper if upper > 0 else 0) << np.uint64(33)
     heavy = np.float32(least * luck)
+    reach = _ROUNDED - math.log(heavy)
     for start in range(0, width, _STRIDE):
-        # Behind the last id lies what is in the room: at worst it has this one look be in vain.
-        if _greatest_hash(key, start) < floor and _heaviest(weights + 4 * start) < heavy:
+        if gap[start // BLOCK] > reach and _greatest_hash(key, start) < floor:
             continue
         count = min(_STRIDE, width - start)
         weight = carray(pointer(weights + 4 * start), (count,), np.float32)
         for index in range(count):
-            if _hash(key, start + index) >= floor or weight[index] >= heavy:
+            if weight[index] >= heavy or _hash(key, start + index) >= floor:
                 score = weight[index] / _noise(key, start + index)
                 if score >= least and (score > least or chosen < 0):
                     chosen, least = start + index, score
                     heavy = np.float32(least * luck)
+                    reach = _ROUNDED - math.log(heavy)
     return chosen
 
 

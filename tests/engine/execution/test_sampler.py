@@ -250,6 +250,22 @@ def test_penalties_follow_their_formulas() -> None:
     assert state.rows([1], torch.tensor([4])).penalties is None
 
 
+def test_a_slots_rows_are_those_of_its_last_binding() -> None:
+    state = SamplingState(3, 50)
+    for slot in (0, 1):
+        state.bind(SlotSetup(slot, replace(NEUTRAL, seed=slot), 0, 0))
+    first = state.rows([0, 1], torch.tensor([4, 5]))
+    again = state.rows([0, 1], torch.tensor([5, 6]))
+    assert first.position.tolist() == [4, 5] and again.position.tolist() == [5, 6]
+    state.bind(SlotSetup(1, replace(NEUTRAL, seed=9, top_k=3), 0, 0, banned_until=9, banned_ids=(2,)))
+    later = state.rows([0, 1], torch.tensor([6, 0]))
+    assert later.seed.tolist() == [0, 9] and later.top_k.tolist() == [50, 3]
+    assert later.filtered == (1,) and later.bans is not None and first.seed.tolist() == [0, 1]
+    assert state.rows([1, 0], torch.tensor([1, 7])).seed.tolist() == [9, 0]
+    state.release(1)
+    assert state.rows([0, 1], torch.tensor([7, 1])).bans is None
+
+
 def test_masks_forbid_ids_also_beyond_their_words() -> None:
     vocab = 70
     logits = torch.zeros(3, vocab)
