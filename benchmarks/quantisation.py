@@ -23,11 +23,7 @@ import numpy as np
 import torch
 
 from engine.models import quantized
-from engine.models.gguf import QUANTIZED, Grouped, read_gguf
-
-FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}
-FACTORS |= {"Q6_K": (208,)}
-"""Byte offsets of the float16 factors of a block; 0 alone for the rest."""
+from engine.models.gguf import FACTORS, QUANTIZED, Grouped, read_gguf
 
 
 def blocks(name: str, rows: int, width: int, path: Path) -> Grouped:
@@ -36,7 +32,7 @@ def blocks(name: str, rows: int, width: int, path: Path) -> Grouped:
     size, nbytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(1)
     raw = rng.integers(0, 256, (rows * width // size, nbytes), dtype=np.uint8)
-    for at in FACTORS.get(name, (0,)):
+    for at in FACTORS[name]:
         factor = rng.uniform(0.5, 1.5, len(raw)).astype(np.float16)
         raw[:, at : at + 2] = factor.view(np.uint8).reshape(-1, 2)
     writer = gguf.GGUFWriter(path, "llama")

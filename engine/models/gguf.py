@@ -330,3 +330,6 @@ _FORMATS = {
     "Q6_K": _Format(256, 210, 16, 6, _q6_k),
 }
 QUANTIZED = tuple(_FORMATS)
+_PAIRS = dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+FACTORS = {**dict.fromkeys(QUANTIZED, (0,)), **_PAIRS, "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+"""Byte offsets of the float16 factors in a block, by format."""

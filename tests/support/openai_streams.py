@@ -24,8 +24,10 @@ from engine.types.events import (
     Usage,
 )
 from protocols.encoder import Encoder, ResponseContext
+from protocols.fields import DecodeLimits
 
 VOCABULARY = 200
+LIMITS = DecodeLimits(VOCABULARY, prompt_logprobs=True)
 
 
 def token_bytes(id: int) -> bytes:
@@ -52,6 +54,11 @@ def chunks(frames: Iterable[bytes]) -> list[dict[str, Any]]:
     assert all(frame.startswith(b"data: ") and frame.endswith(b"\n\n") and frame.count(b"\n") == 2 for frame in frames)
     assert [frame for frame in frames if b"[DONE]" in frame] == frames[-1:] == [b"data: [DONE]\n\n"]
     return [json.loads(frame[6:]) for frame in frames[:-1]]
+
+
+def one(events: Sequence[SemanticEvent], size: int = 1) -> list[tuple[int, Sequence[SemanticEvent]]]:
+    """The events of the only choice as they come, `size` at a time."""
+    return [(0, events[start : start + size]) for start in range(0, len(events), size)]
 
 
 def sequence(*events: SemanticEvent) -> tuple[SemanticEvent, ...]:

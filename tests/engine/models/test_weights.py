@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from engine.kernels import team
 from engine.models import quantized
-from engine.models.gguf import QUANTIZED, Grouped, read_gguf
+from engine.models.gguf import FACTORS, QUANTIZED, Grouped, read_gguf
 from engine.models.layers import Precision, linear
 from engine.models.weights import (
     DummySource,
@@ -41,9 +41,7 @@ def quantised_blocks(name: str, count: int) -> np.ndarray[Any, np.dtype[np.uint8
     kind = gguf.GGMLQuantizationType[name]
     rng = np.random.default_rng(len(name))
     raw = rng.integers(0, 256, (count, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
-    pair, elsewhere = (0, 2), {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
-    halves = pair if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else elsewhere.get(name, (0,))
-    for at in halves:
+    for at in FACTORS[name]:
         raw[:, at : at + 2] = rng.normal(size=count).astype(np.float16).view(np.uint8).reshape(count, 2)
     return raw
 

@@ -26,20 +26,25 @@ from protocols.chat.decode import decode
 from protocols.chat.encode import ChatEncoder, finish_reason
 from protocols.encoder import ResponseContext
 from protocols.errors import ExecutionFailed, OutputInvalid, Unavailable
-from protocols.fields import DecodeLimits
-from tests.support.openai_streams import buffered, chunks, context, feeds, records, scored, sequence, stream
+from tests.support.openai_streams import (
+    LIMITS,
+    buffered,
+    chunks,
+    context,
+    feeds,
+    one,
+    records,
+    scored,
+    sequence,
+    stream,
+)
 from tests.support.scenarios import FAILED, SCENARIOS, SUCCEEDED, call, end, outputs
 
-LIMITS = DecodeLimits(vocab_size=200, prompt_logprobs=True)
 HEAD = {"id": "chatcmpl-req-1", "created": 1_700_000_000, "model": "local/model"}
 
 
 def encoder(body: dict[str, Any], where: ResponseContext | None = None) -> ChatEncoder:
     return ChatEncoder(where or context(), decode({"messages": [{"role": "user", "content": "hi"}], **body}, LIMITS))
-
-
-def one(events: Sequence[SemanticEvent], size: int = 1) -> list[tuple[int, Sequence[SemanticEvent]]]:
-    return [(0, events[start : start + size]) for start in range(0, len(events), size)]
 
 
 def streamed(body: dict[str, Any], events: Sequence[SemanticEvent], size: int = 1) -> list[dict[str, Any]]:

@@ -16,12 +16,13 @@ from protocols.completions.decode import decode
 from protocols.completions.encode import CompletionEncoder
 from protocols.encoder import ResponseContext
 from protocols.errors import ExecutionFailed, Unavailable
-from protocols.fields import DecodeLimits
 from tests.support.openai_streams import (
+    LIMITS,
     buffered,
     chunks,
     context,
     feeds,
+    one,
     raw_outputs,
     records,
     scored,
@@ -31,17 +32,12 @@ from tests.support.openai_streams import (
 )
 from tests.support.sdk import openai_client
 
-LIMITS = DecodeLimits(vocab_size=200, prompt_logprobs=True)
 HEAD = {"id": "cmpl-req-1", "object": "text_completion", "created": 1_700_000_000, "model": "local/model"}
 ECHO = context(echo=["prompt "])
 
 
 def encoder(body: dict[str, Any], where: ResponseContext | None = None) -> CompletionEncoder:
     return CompletionEncoder(where or context(), decode({"prompt": "hi", **body}, LIMITS))
-
-
-def one(events: Sequence[SemanticEvent], size: int = 1) -> list[tuple[int, Sequence[SemanticEvent]]]:
-    return [(0, events[start : start + size]) for start in range(0, len(events), size)]
 
 
 def streamed(
