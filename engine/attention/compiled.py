@@ -42,9 +42,9 @@ class CompiledAttention:
     capabilities = Capabilities(devices=("cpu",), dtypes=(torch.bfloat16,), page_multiple=16, invariant=True)
 
     def __init__(self, pool: KvPool, needs: Needs) -> None:
-        from engine.kernels import attention, rows  # compiles at import, so only where it runs
+        from engine.kernels import attention, program, rows  # compile at import, so only where they run
 
-        self._pool, self._kernel, self._store = pool, attention, rows.store
+        self._pool, self._kernel, self._store, self._run = pool, attention, rows.store, program.run
         self._heads, self._kv_heads, self._dim = needs.heads, needs.kv_heads, needs.head_dim
         group = needs.heads // needs.kv_heads
         self._piece = max(1, min(_PIECE_ROWS, attention.QUERIES // group))
@@ -86,15 +86,17 @@ class CompiledAttention:
         self._store(_rows(kv), metadata.writes, self._pool.layers[layer])
         rows = _rows(query)
         out = (torch.empty if metadata.complete else torch.zeros)(len(rows), self._heads * self._dim)
-        call = self.call(rows.data_ptr(), 4 * rows.stride(0), out.data_ptr(), layer)
-        self._kernel.run(call, self.values(metadata))
+        function, arguments = self.call(rows.data_ptr(), 4 * rows.stride(0), out.data_ptr(), layer)
+        values = self.values(metadata)
+        known = [values[value] if isinstance(value, str) else value for value in arguments]
+        self._run((function, known), torch.get_num_threads())
         return out.to(query.dtype)
 
     def call(self, query: int, query_row: int, out: int, layer: int) -> Call:
         """The kernel on queries float32 at address `query`, `query_row` bytes a row; the result goes to `out`, without
         gaps."""
         group, row = self._heads // self._kv_heads, 4 * self._heads * self._dim
-        sizes = 0, 1, "units", self._kv_heads, group, self._dim
+        sizes = 1, "units", self._kv_heads, group, self._dim
         pool = self._pool.layers[layer].data_ptr(), "tables", "table width", self._pool.page_tokens
         function = self._kernel.attend.address
         return function, (*sizes, "work", query, query_row, out, row, *pool, self._scale.ctypes.data)

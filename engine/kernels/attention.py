@@ -8,21 +8,17 @@ context was cut. Import only where `team.missing()` is empty: compiles at import
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
-from engine.kernels import team
 from engine.kernels.emitter import FLOAT, FLOATS, I32, INTS, LANES, SHORTS, Emitter
-from engine.kernels.memory import CACHED, address, pointer, take
-from engine.kernels.program import Call
+from engine.kernels.memory import CACHED, pointer
+from engine.kernels.program import KERNEL
 
 BLOCK = 2 * LANES
 """Keys of a block."""
@@ -250,8 +246,8 @@ _one, _two, _three, _four = (_tile(queries) for queries in range(1, _TILE + 1))
 # Arguments of `attend`, all int64, sizes in elements and strides in bytes. WORK: int64 [pieces, 4] of (first row, rows,
 # position of the first, slot). TABLES: int32 page ids, TABLE_WIDTH a slot. POOL: bfloat16 [positions, 2 * key heads,
 # dim]. UNITS: pieces times key heads.
-_COUNTER, _CHUNK, _UNITS, _KV_HEADS, _GROUP, _DIM, _WORK, _QUERY, _QUERY_ROW, _OUT, _OUT_ROW = range(11)
-_POOL, _TABLES, _TABLE_WIDTH, _PAGE_TOKENS, _SCALE, _ARGUMENTS = range(11, 17)
+_CHUNK, _UNITS, _KV_HEADS, _GROUP, _DIM, _WORK, _QUERY, _QUERY_ROW, _OUT, _OUT_ROW = range(10)
+_POOL, _TABLES, _TABLE_WIDTH, _PAGE_TOKENS, _SCALE, _ARGUMENTS = range(10, 16)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -320,20 +316,9 @@ def _unit(a: Any, number: Any, memory: Any) -> None:
             target[at] = mixed[index, at] * inverse
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
-def attend(raw: Any) -> None:
+@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+def attend(raw: Any, first: Any, last: Any) -> None:
     a = carray(raw, (_ARGUMENTS,), np.int64)
     memory = _scratch()
-    while True:
-        first = take(address(raw), a[_CHUNK])
-        if first >= a[_UNITS]:
-            return
-        for number in range(first, min(first + a[_CHUNK], a[_UNITS])):
-            _unit(a, number, memory)
-
-
-def run(call: Call, values: Mapping[str, int]) -> None:
-    """A call of `attend` by itself, on all threads."""
-    function, arguments = call
-    known = [values[value] if isinstance(value, str) else value for value in arguments]
-    team.run(function, torch.get_num_threads(), (ctypes.c_int64 * len(known))(*known))
+    for number in range(first, last):
+        _unit(a, number, memory)

@@ -8,7 +8,6 @@ number of threads or how the work was dealt out. Import only where `team.missing
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass
 from functools import reduce
@@ -22,10 +21,9 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels import team
 from engine.kernels.emitter import FLOATS, I8, INTS, LANES, ROUNDING, Emitter
-from engine.kernels.memory import CACHED, address, take
-from engine.kernels.program import Call
+from engine.kernels.memory import CACHED
+from engine.kernels.program import KERNEL, Call, run
 from engine.kernels.tiles import FINE, group_bytes
 from engine.kernels.tiles import multiply as _multiply
 
@@ -79,22 +77,18 @@ def _round(group: int) -> Any:
 _round_fine, _round_coarse = _round(16), _round(32)
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
-def _quantise(raw: Any) -> None:
-    """Arguments: counter, chunk, rows, groups, group, float32 input, int8 activations [rows, groups, high and
-    low, group], steps, sums."""
-    a = carray(raw, (9,), np.int64)
-    rows, groups, group = a[2], a[3], a[4]
-    while True:
-        first = take(address(raw), a[1])
-        if first >= rows:
-            return
-        for number in range(first * groups, min(first + a[1], rows) * groups):
-            x, activations, factor = a[5] + 4 * number * group, a[6] + 2 * number * group, 4 * number
-            if group == 16:
-                _round_fine(x, activations, a[7] + factor, a[8] + factor)
-            else:
-                _round_coarse(x, activations, a[7] + factor, a[8] + factor)
+@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+def _quantise(raw: Any, first: Any, last: Any) -> None:
+    """Arguments: chunk, rows, groups, group, float32 input, int8 activations [rows, groups, high and low, group],
+    steps, sums."""
+    a = carray(raw, (8,), np.int64)
+    groups, group = a[2], a[3]
+    for number in range(first * groups, last * groups):
+        x, activations, factor = a[4] + 4 * number * group, a[5] + 2 * number * group, 4 * number
+        if group == 16:
+            _round_fine(x, activations, a[6] + factor, a[7] + factor)
+        else:
+            _round_coarse(x, activations, a[6] + factor, a[7] + factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +144,7 @@ class Rounded:
 
 def rounding(rows: int | str, share: int | str, width: int, group: int, x: int, to: Rounded) -> Call:
     """Rounds float32 [rows, width] at address `x`, `share` rows at a time."""
-    return _quantise.address, (0, share, rows, width // group, group, x, to.activations, to.steps, to.sums)
+    return _quantise.address, (share, rows, width // group, group, x, to.activations, to.steps, to.sums)
 
 
 def product(matrix: Matrix, rows: int | str, x: Rounded, out: int, out_row: int) -> Call:
@@ -158,7 +152,7 @@ def product(matrix: Matrix, rows: int | str, x: Rounded, out: int, out_row: int)
     blocks = len(matrix.data)
     chunk = -(-blocks // (torch.get_num_threads() * _CHUNKS))
     kind = 2 * (matrix.group == 32) + matrix.nibbles
-    sizes = 0, chunk, blocks, rows, matrix.width // matrix.group, out_row, kind
+    sizes = chunk, blocks, rows, matrix.width // matrix.group, out_row, kind
     return _multiply.address, (*sizes, x.activations, x.steps, x.sums, matrix.address, out)
 
 
@@ -172,15 +166,10 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
     rounded = Rounded(activations.data_ptr(), factors.data_ptr(), factors.data_ptr() + 4 * count * groups)
     shared = threads if count >= _SHARED_ROWS else 1
     chunk = -(-count // (shared * _CHUNKS))
-    _run(rounding(count, chunk, matrix.width, matrix.group, x.data_ptr(), rounded), shared)
+    run(rounding(count, chunk, matrix.width, matrix.group, x.data_ptr(), rounded), shared)
     out = torch.empty(count, outputs)
-    _run(product(matrix, count, rounded, out.data_ptr(), 4 * outputs), threads)
+    run(product(matrix, count, rounded, out.data_ptr(), 4 * outputs), threads)
     return out if outputs == matrix.rows else out[:, : matrix.rows]
-
-
-def _run(call: Call, threads: int) -> None:
-    function, arguments = call
-    team.run(function, threads, (ctypes.c_int64 * len(arguments))(*map(int, arguments)))
 
 
 def _aligned(shape: tuple[int, ...]) -> NDArray[np.uint8]:

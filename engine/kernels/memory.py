@@ -76,6 +76,27 @@ def take(typing: Any, counter: Any, count: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def tell(typing: Any, counter: Any, count: Any) -> Any:
+    """Adds `count` to the int64 at address `counter`, visible to other threads after all that was written before."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.atomic_rmw("add", builder.inttoptr(arguments[0], _I64.as_pointer()), arguments[1], "release")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def told(typing: Any, counter: Any) -> Any:
+    """The int64 at address `counter`; what was written before it was told is visible after."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(arguments[0], _I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def float_of(typing: Any, bits: Any) -> Any:
     """The float32 that int32 `bits` are."""
 

@@ -6,18 +6,16 @@ where `team.missing()` is empty: compiles at import (seconds once, then from a c
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
+from numba import carray, cfunc, njit
 from torch import Tensor
 
-from engine.kernels import team
-from engine.kernels.memory import CACHED, ROUND, address, float_of, pointer, take
-from engine.kernels.program import Call
+from engine.kernels.memory import CACHED, ROUND, float_of, pointer
+from engine.kernels.program import KERNEL, Call, run
 
 _ALONE = 1 << 16
 """Elements that one thread passes over sooner than several do."""
@@ -34,25 +32,21 @@ def _normed(x: Any, weight: Any, epsilon: Any, out: Any, width: Any) -> None:
         out[index] = x[index] * inverse * weight[index]
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
-def _norm(raw: Any) -> None:
-    """Arguments: counter, chunk, rows, width, input, weight, output, address of epsilon (float32), what is added to the
+@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+def _norm(raw: Any, first: Any, last: Any) -> None:
+    """Arguments: chunk, rows, width, input, weight, output, address of epsilon (float32), what is added to the
     input beforehand, in place (0: nothing)."""
-    a = carray(raw, (9,), np.int64)
-    rows, width = a[2], a[3]
-    weight = carray(pointer(a[5]), (width,), np.float32)
-    epsilon = carray(pointer(a[7]), (1,), np.float32)[0]
-    while True:
-        first = take(address(raw), a[1])
-        if first >= rows:
-            return
-        for row in range(first, min(first + a[1], rows)):
-            x = carray(pointer(a[4] + 4 * row * width), (width,), np.float32)
-            if a[8] != 0:
-                added = carray(pointer(a[8] + 4 * row * width), (width,), np.float32)
-                for index in range(width):
-                    x[index] += added[index]
-            _normed(x, weight, epsilon, carray(pointer(a[6] + 4 * row * width), (width,), np.float32), width)
+    a = carray(raw, (8,), np.int64)
+    width = a[2]
+    weight = carray(pointer(a[4]), (width,), np.float32)
+    epsilon = carray(pointer(a[6]), (1,), np.float32)[0]
+    for row in range(first, last):
+        x = carray(pointer(a[3] + 4 * row * width), (width,), np.float32)
+        if a[7] != 0:
+            added = carray(pointer(a[7] + 4 * row * width), (width,), np.float32)
+            for index in range(width):
+                x[index] += added[index]
+        _normed(x, weight, epsilon, carray(pointer(a[5] + 4 * row * width), (width,), np.float32), width)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -73,21 +67,17 @@ def _exp(x: Any) -> Any:
     return series * float_of((np.int32(n) + np.int32(127)) << np.int32(23))
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED, error_model="numpy")  # type: ignore[untyped-decorator]
-def _swiglu(raw: Any) -> None:
-    """Arguments: counter, chunk, rows, width, input of twice the width, output."""
-    a = carray(raw, (6,), np.int64)
-    rows, width = a[2], a[3]
-    while True:
-        first = take(address(raw), a[1])
-        if first >= rows:
-            return
-        for row in range(first, min(first + a[1], rows)):
-            x = carray(pointer(a[4] + 8 * row * width), (2, width), np.float32)
-            out = carray(pointer(a[5] + 4 * row * width), (width,), np.float32)
-            for index in range(width):
-                gate = max(x[0, index], np.float32(-87.0))  # where the product has vanished; NaN goes through
-                out[index] = gate / (np.float32(1) + _exp(-gate)) * x[1, index]
+@cfunc(KERNEL, cache=CACHED, error_model="numpy")  # type: ignore[untyped-decorator]
+def _swiglu(raw: Any, first: Any, last: Any) -> None:
+    """Arguments: chunk, rows, width, input of twice the width, output."""
+    a = carray(raw, (5,), np.int64)
+    width = a[2]
+    for row in range(first, last):
+        x = carray(pointer(a[3] + 8 * row * width), (2, width), np.float32)
+        out = carray(pointer(a[4] + 4 * row * width), (width,), np.float32)
+        for index in range(width):
+            gate = max(x[0, index], np.float32(-87.0))  # where the product has vanished; NaN goes through
+            out[index] = gate / (np.float32(1) + _exp(-gate)) * x[1, index]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -108,70 +98,58 @@ def _shortened(bits: Any, out: Any, count: Any) -> None:
         out[index] = 0x7FC0 if (value & 0x7FFFFFFF) > 0x7F800000 else rounded
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
-def _rotate(raw: Any) -> None:
-    """Arguments: counter, chunk, rows, floats of a row, heads, half a head, input and output, cosines, signed sines."""
-    a = carray(raw, (9,), np.int64)
-    heads, half = a[4], a[5]
-    while True:
-        first = take(address(raw), a[1])
-        if first >= a[2]:
-            return
-        for row in range(first, min(first + a[1], a[2])):
-            x = carray(pointer(a[6] + 4 * row * a[3]), (heads, 2, half), np.float32)
-            cos = carray(pointer(a[7] + 8 * row * half), (2, half), np.float32)
-            sin = carray(pointer(a[8] + 8 * row * half), (2, half), np.float32)
-            for head in range(heads):
-                _rotated(x[head], cos, sin, half)
-
-
-@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
-def _store(raw: Any) -> None:
-    """Arguments: counter, chunk, rows, floats of a row, floats to write, input, positions in the pool, pool."""
+@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+def _rotate(raw: Any, first: Any, last: Any) -> None:
+    """Arguments: chunk, rows, floats of a row, heads, half a head, input and output, cosines, signed sines."""
     a = carray(raw, (8,), np.int64)
-    while True:
-        first = take(address(raw), a[1])
-        if first >= a[2]:
-            return
-        for row in range(first, min(first + a[1], a[2])):
-            bits = carray(pointer(a[5] + 4 * row * a[3]), (a[4],), np.int32)
-            place = carray(pointer(a[6] + 8 * row), (1,), np.int64)[0]
-            _shortened(bits, carray(pointer(a[7] + 2 * place * a[4]), (a[4],), np.uint16), a[4])
+    heads, half = a[3], a[4]
+    for row in range(first, last):
+        x = carray(pointer(a[5] + 4 * row * a[2]), (heads, 2, half), np.float32)
+        cos = carray(pointer(a[6] + 8 * row * half), (2, half), np.float32)
+        sin = carray(pointer(a[7] + 8 * row * half), (2, half), np.float32)
+        for head in range(heads):
+            _rotated(x[head], cos, sin, half)
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
-def _heads(raw: Any) -> None:
+@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+def _store(raw: Any, first: Any, last: Any) -> None:
+    """Arguments: chunk, rows, floats of a row, floats to write, input, positions in the pool, pool."""
+    a = carray(raw, (7,), np.int64)
+    for row in range(first, last):
+        bits = carray(pointer(a[4] + 4 * row * a[2]), (a[3],), np.int32)
+        place = carray(pointer(a[5] + 8 * row), (1,), np.int64)[0]
+        _shortened(bits, carray(pointer(a[6] + 2 * place * a[3]), (a[3],), np.uint16), a[3])
+
+
+@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+def _heads(raw: Any, first: Any, last: Any) -> None:
     """What lies between the product that gives queries, keys and values, and attention: bias, norms of query and key
-    heads, rotation, and storing. Arguments: counter, chunk, rows, heads, key heads, size of a head, rows' floats in
+    heads, rotation, and storing. Arguments: chunk, rows, heads, key heads, size of a head, rows' floats in
     place (queries, keys, values), positions, tables of cosines and signed sines, positions in the pool, pool, bias,
     query norm, key norm (0: none of these), address of the norms' epsilon."""
-    a = carray(raw, (16,), np.int64)
-    heads, kv_heads, dim = a[3], a[4], a[5]
+    a = carray(raw, (15,), np.int64)
+    heads, kv_heads, dim = a[2], a[3], a[4]
     width, half = (heads + 2 * kv_heads) * dim, dim // 2
-    while True:
-        first = take(address(raw), a[1])
-        if first >= a[2]:
-            return
-        for row in range(first, min(first + a[1], a[2])):
-            place = a[6] + 4 * row * width
-            if a[12] != 0:
-                flat, bias = carray(pointer(place), (width,), np.float32), carray(pointer(a[12]), (width,), np.float32)
-                for index in range(width):
-                    flat[index] += bias[index]
-            position = carray(pointer(a[7] + 8 * row), (1,), np.int64)[0]
-            cos = carray(pointer(a[8] + 4 * position * dim), (2, half), np.float32)
-            sin = carray(pointer(a[9] + 4 * position * dim), (2, half), np.float32)
-            for head in range(heads + kv_heads):
-                weights = a[13] if head < heads else a[14]
-                if weights != 0:
-                    x = carray(pointer(place + 4 * head * dim), (dim,), np.float32)
-                    weight = carray(pointer(weights), (dim,), np.float32)
-                    _normed(x, weight, carray(pointer(a[15]), (1,), np.float32)[0], x, dim)
-                _rotated(carray(pointer(place + 4 * head * dim), (2, half), np.float32), cos, sin, half)
-            count = 2 * kv_heads * dim
-            target = carray(pointer(a[10] + 8 * row), (1,), np.int64)[0]
-            bits = carray(pointer(place + 4 * heads * dim), (count,), np.int32)
-            _shortened(bits, carray(pointer(a[11] + 2 * target * count), (count,), np.uint16), count)
+    for row in range(first, last):
+        place = a[5] + 4 * row * width
+        if a[11] != 0:
+            flat, bias = carray(pointer(place), (width,), np.float32), carray(pointer(a[11]), (width,), np.float32)
+            for index in range(width):
+                flat[index] += bias[index]
+        position = carray(pointer(a[6] + 8 * row), (1,), np.int64)[0]
+        cos = carray(pointer(a[7] + 4 * position * dim), (2, half), np.float32)
+        sin = carray(pointer(a[8] + 4 * position * dim), (2, half), np.float32)
+        for head in range(heads + kv_heads):
+            weights = a[12] if head < heads else a[13]
+            if weights != 0:
+                x = carray(pointer(place + 4 * head * dim), (dim,), np.float32)
+                weight = carray(pointer(weights), (dim,), np.float32)
+                _normed(x, weight, carray(pointer(a[14]), (1,), np.float32)[0], x, dim)
+            _rotated(carray(pointer(place + 4 * head * dim), (2, half), np.float32), cos, sin, half)
+        count = 2 * kv_heads * dim
+        target = carray(pointer(a[9] + 8 * row), (1,), np.int64)[0]
+        bits = carray(pointer(place + 4 * heads * dim), (count,), np.int32)
+        _shortened(bits, carray(pointer(a[10] + 2 * target * count), (count,), np.uint16), count)
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
@@ -199,19 +177,18 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.contiguous(), sin.contiguous()
     threads = torch.get_num_threads() if x.numel() > _ALONE else 1
     numbers = (len(x), x.stride(0), x.shape[1], x.shape[2] // 2, x.data_ptr(), cos.data_ptr(), sin.data_ptr())
-    arguments = (ctypes.c_int64 * 9)(0, -(-len(x) // (4 * threads)), *numbers)
-    team.run(_rotate.address, threads, arguments)
+    run((_rotate.address, (-(-len(x) // (4 * threads)), *numbers)), threads)
     return x
 
 
 def norm_call(rows: str, share: str, width: int, x: int, weight: int, out: int, epsilon: int, added: int) -> Call:
     """`norm` at addresses; `added` is added to `x` beforehand, in place (0: nothing)."""
-    return _norm.address, (0, share, rows, width, x, weight, out, epsilon, added)
+    return _norm.address, (share, rows, width, x, weight, out, epsilon, added)
 
 
 def swiglu_call(rows: str, share: str, width: int, x: int, out: int) -> Call:
     """`swiglu` at addresses; `width` floats a row of the result."""
-    return _swiglu.address, (0, share, rows, width, x, out)
+    return _swiglu.address, (share, rows, width, x, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +209,7 @@ def heads_call(rows: str, share: str, heads: Heads, x: int, tables: tuple[int, i
     """Prepares queries, keys and values [rows, heads + 2 * key heads, dim] float32 at address `x` in place and stores
     the latter in the pool. `tables`: cosines and signed sines float32 [positions, dim]. Each run names the addresses of
     the rows' `positions` and of their places in the pool, `writes`."""
-    sizes = 0, share, rows, heads.heads, heads.kv_heads, heads.dim
+    sizes = share, rows, heads.heads, heads.kv_heads, heads.dim
     places = x, "positions", *tables, "writes", pool
     return _heads.address, (*sizes, *places, heads.bias, heads.query_norm, heads.key_norm, heads.epsilon)
 
@@ -242,11 +219,11 @@ def store(x: Tensor, positions: Tensor, pool: Tensor) -> None:
     [positions, heads, dim]."""
     threads = torch.get_num_threads() if x.numel() > _ALONE else 1
     sizes = len(x), x.stride(0), x.shape[1] * x.shape[2]
-    arguments = 0, -(-len(x) // (4 * threads)), *sizes, x.data_ptr(), positions.data_ptr(), pool.data_ptr()
-    team.run(_store.address, threads, (ctypes.c_int64 * len(arguments))(*arguments))
+    places = x.data_ptr(), positions.data_ptr(), pool.data_ptr()
+    run((_store.address, (-(-len(x) // (4 * threads)), *sizes, *places)), threads)
 
 
 def _call(function: int, count: int, width: int, *places: int) -> None:
     threads = torch.get_num_threads() if count * width > _ALONE else 1
     chunk = -(-count // (4 * threads))
-    team.run(function, threads, (ctypes.c_int64 * (4 + len(places)))(0, chunk, count, width, *places))
+    run((function, (chunk, count, width, *places)), threads)

@@ -18,7 +18,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.emitter import FLOAT, FLOATS, HALVES, I32, INTS, LANES, Emitter
-from engine.kernels.memory import CACHED, address, take
+from engine.kernels.memory import CACHED
+from engine.kernels.program import KERNEL
 
 _AHEAD = 8192
 """Bytes before they are used that weights are asked for: the processor itself doesn't look beyond a page."""
@@ -113,8 +114,8 @@ def tile(rows: int, group: int, nibbles: bool) -> Any:
 
 
 # Arguments of `multiply`, all int64.
-_COUNTER, _CHUNK, _BLOCKS, _ROWS, _DEPTH, _OUT_ROW, _KIND = range(7)
-_ACTIVATIONS, _STEPS, _SUMS, _WEIGHTS, _OUT = range(7, 12)
+_CHUNK, _BLOCKS, _ROWS, _DEPTH, _OUT_ROW, _KIND = range(6)
+_ACTIVATIONS, _STEPS, _SUMS, _WEIGHTS, _OUT = range(6, 11)
 
 
 def _block(group: int, nibbles: bool) -> Any:
@@ -155,19 +156,15 @@ _fine_nibbles, _fine_bytes = _block(16, True), _block(16, False)
 _coarse_nibbles, _coarse_bytes = _block(32, True), _block(32, False)
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
-def multiply(raw: Any) -> None:
-    a = carray(raw, (12,), np.int64)
-    while True:
-        first = take(address(raw), a[_CHUNK])
-        if first >= a[_BLOCKS]:
-            return
-        for number in range(first, min(first + a[_CHUNK], a[_BLOCKS])):
-            if a[_KIND] == 0:
-                _fine_bytes(a, number)
-            elif a[_KIND] == 1:
-                _fine_nibbles(a, number)
-            elif a[_KIND] == 2:
-                _coarse_bytes(a, number)
-            else:
-                _coarse_nibbles(a, number)
+@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+def multiply(raw: Any, first: Any, last: Any) -> None:
+    a = carray(raw, (11,), np.int64)
+    for number in range(first, last):
+        if a[_KIND] == 0:
+            _fine_bytes(a, number)
+        elif a[_KIND] == 1:
+            _fine_nibbles(a, number)
+        elif a[_KIND] == 2:
+            _coarse_bytes(a, number)
+        else:
+            _coarse_nibbles(a, number)
