@@ -250,70 +250,99 @@ _CHUNK, _UNITS, _KV_HEADS, _GROUP, _DIM, _WORK, _QUERY, _QUERY_ROW, _OUT, _OUT_R
 _POOL, _TABLES, _TABLE_WIDTH, _PAGE_TOKENS, _SCALE, _ARGUMENTS = range(10, 16)
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _unit(a: Any, number: Any, memory: Any) -> None:
-    """The queries of one piece of work and one key head."""
-    group, dim, head = a[_GROUP], a[_DIM], number % a[_KV_HEADS]
-    work = carray(pointer(a[_WORK] + number // a[_KV_HEADS] * 32), (4,), np.int64)
-    row, start = work[0], work[2]
-    total, end = work[1] * group, start + work[1]
-    keys = memory
-    values = keys + 4 * BLOCK * dim
-    queries = values + 4 * BLOCK * dim
-    sums = queries + 4 * QUERIES * dim
-    weights = sums + 4 * QUERIES * dim
-    states = weights + 4 * _TILE * BLOCK
-    limits = states + 8 * QUERIES
+@njit  # type: ignore[untyped-decorator]
+def _row(a: Any, base: Any, stride: Any, work: Any, head: Any, index: Any) -> Any:
+    """Query or result `index` of a unit, float32 [dim], where rows begin at `base`, `stride` bytes each."""
+    group, dim = a[_GROUP], a[_DIM]
+    place = base + (work[0] + index // group) * stride + (head * group + index % group) * dim * 4
+    return carray(pointer(place), (dim,), np.float32)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _begin(a: Any, work: Any, head: Any, places: Any) -> None:
+    """Scaled queries, empty sums and states, and how far each query sees."""
+    dim, (_, _, queries, sums, _, states, limits) = a[_DIM], places
     query = carray(pointer(queries), (QUERIES, dim), np.float32)
     mixed = carray(pointer(sums), (QUERIES, dim), np.float32)
     state = carray(pointer(states), (QUERIES, 2), np.float32)
     limit = carray(pointer(limits), (QUERIES,), np.int32)
     scale = carray(pointer(a[_SCALE]), (1,), np.float32)[0]
-    for index in range(total):
-        source = carray(
-            pointer(a[_QUERY] + (row + index // group) * a[_QUERY_ROW] + (head * group + index % group) * dim * 4),
-            (dim,),
-            np.float32,
-        )
+    for index in range(work[1] * a[_GROUP]):
+        source = _row(a, a[_QUERY], a[_QUERY_ROW], work, head, index)
         for at in range(dim):
             query[index, at] = source[at] * scale
             mixed[index, at] = np.float32(0)
         state[index, 0], state[index, 1] = np.float32(-np.inf), np.float32(0)
-        limit[index] = start + index // group
-    table = carray(pointer(a[_TABLES] + work[3] * a[_TABLE_WIDTH] * 4), (a[_TABLE_WIDTH],), np.int32)
+        limit[index] = work[2] + index // a[_GROUP]
+
+
+@njit  # type: ignore[untyped-decorator]
+def _fetch(a: Any, table: Any, head: Any, block: Any, end: Any, places: Any) -> None:
+    """The block's keys and values from its pages, as far as there are any before position `end`."""
+    keys, values, _, _, _, _, _ = places
+    dim, page = a[_DIM], a[_PAGE_TOKENS]
     stride = 4 * a[_KV_HEADS] * dim
-    for block in range(0, end, BLOCK):
-        for part in range(0, BLOCK, LANES):
-            place = block + part
-            if place < end:
-                position = table[place // a[_PAGE_TOKENS]] * a[_PAGE_TOKENS] + place % a[_PAGE_TOKENS]
-                source_at = a[_POOL] + position * stride + head * dim * 2
-                _turn(source_at, stride, keys + 4 * part, dim)
-                _widen(source_at + 2 * a[_KV_HEADS] * dim, stride, values + 4 * part * dim, dim)
-        for tile in range(0, total, _TILE):
-            size = min(_TILE, total - tile)
-            reach = min(BLOCK, limit[tile + size - 1] + 1)
-            if reach > 0:
-                q, s, st, li = queries + 4 * tile * dim, sums + 4 * tile * dim, states + 8 * tile, limits + 4 * tile
-                if size == 4:
-                    _four(q, keys, values, s, st, li, weights, dim, reach)
-                elif size == 3:
-                    _three(q, keys, values, s, st, li, weights, dim, reach)
-                elif size == 2:
-                    _two(q, keys, values, s, st, li, weights, dim, reach)
-                else:
-                    _one(q, keys, values, s, st, li, weights, dim, reach)
-        for index in range(total):
-            limit[index] -= BLOCK
+    for part in range(0, BLOCK, LANES):
+        place = block + part
+        if place < end:
+            position = table[place // page] * page + place % page
+            source = a[_POOL] + position * stride + 2 * head * dim
+            _turn(source, stride, keys + 4 * part, dim)
+            _widen(source + 2 * a[_KV_HEADS] * dim, stride, values + 4 * part * dim, dim)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _work_off(dim: Any, total: Any, places: Any) -> None:
+    """All queries by the block at hand, some at a time; then their limits count from the next block's first key."""
+    keys, values, queries, sums, weights, states, limits = places
+    limit = carray(pointer(limits), (QUERIES,), np.int32)
+    for first in range(0, total, _TILE):
+        size = min(_TILE, total - first)
+        reach = min(BLOCK, limit[first + size - 1] + 1)
+        if reach > 0:
+            query, mixed = queries + 4 * first * dim, sums + 4 * first * dim
+            state, ends = states + 8 * first, limits + 4 * first
+            if size == 4:
+                _four(query, keys, values, mixed, state, ends, weights, dim, reach)
+            elif size == 3:
+                _three(query, keys, values, mixed, state, ends, weights, dim, reach)
+            elif size == 2:
+                _two(query, keys, values, mixed, state, ends, weights, dim, reach)
+            else:
+                _one(query, keys, values, mixed, state, ends, weights, dim, reach)
     for index in range(total):
-        target = carray(
-            pointer(a[_OUT] + (row + index // group) * a[_OUT_ROW] + (head * group + index % group) * dim * 4),
-            (dim,),
-            np.float32,
-        )
+        limit[index] -= BLOCK
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _finish(a: Any, work: Any, head: Any, places: Any) -> None:
+    dim, (_, _, _, sums, _, states, _) = a[_DIM], places
+    mixed = carray(pointer(sums), (QUERIES, dim), np.float32)
+    state = carray(pointer(states), (QUERIES, 2), np.float32)
+    for index in range(work[1] * a[_GROUP]):
+        target = _row(a, a[_OUT], a[_OUT_ROW], work, head, index)
         inverse = np.float32(1) / state[index, 1]
         for at in range(dim):
             target[at] = mixed[index, at] * inverse
+
+
+@njit  # type: ignore[untyped-decorator]
+def _unit(a: Any, number: Any, memory: Any) -> None:
+    """The queries of one piece of work and one key head."""
+    dim, head = a[_DIM], number % a[_KV_HEADS]
+    work = carray(pointer(a[_WORK] + number // a[_KV_HEADS] * 32), (4,), np.int64)
+    table = carray(pointer(a[_TABLES] + work[3] * a[_TABLE_WIDTH] * 4), (a[_TABLE_WIDTH],), np.int32)
+    values, queries = memory + 4 * BLOCK * dim, memory + 8 * BLOCK * dim
+    sums = queries + 4 * QUERIES * dim
+    weights = sums + 4 * QUERIES * dim
+    states = weights + 4 * _TILE * BLOCK
+    places = memory, values, queries, sums, weights, states, states + 8 * QUERIES
+    _begin(a, work, head, places)
+    end = work[2] + work[1]
+    for block in range(0, end, BLOCK):
+        _fetch(a, table, head, block, end, places)
+        _work_off(dim, work[1] * a[_GROUP], places)
+    _finish(a, work, head, places)
 
 
 @cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]

@@ -48,7 +48,9 @@ def deal(function: int, threads: int, count: int, logits: Tensor, own: list[int]
 
 
 def dense(logits: Tensor) -> Tensor:
-    """`logits`, copied if there are gaps in a row."""
+    """`logits`, copied if there are gaps in a row. Raises TypeError if they aren't float32."""
+    if logits.dtype is not torch.float32:
+        raise TypeError(f"compiled passes take float32 logits, not {logits.dtype}")
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 

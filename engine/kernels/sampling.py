@@ -268,6 +268,7 @@ _RAW, _RAW_STEP, _IDS, _STATES, _SETTINGS = range(OWN, OWN + 5)
 """Own arguments: addresses and the bytes from one raw row to the next; from the last on an address and such a step for
 each of the settings."""
 _TEMPERATURE, _TOP_P, _TOP_K, _MIN_P, _SEED, _POSITION = range(6)
+_KINDS = torch.float32, torch.float32, torch.int64, torch.float32, torch.int64, torch.int64
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -313,11 +314,15 @@ def _sample(raw: Any) -> None:
 def choose(logits: Tensor, raw: Tensor, threads: int, *settings: Tensor) -> tuple[Tensor, Tensor]:
     """Ids int64 and states int8 [rows], see `execution.sampler.Sampled`, of float32 `logits` [rows, vocab], which
     penalties and masks made of `raw`, or left as it was. `settings` [rows]: temperature and top-p (float32), top-k
-    (int64), min-p (float32), seed and position (int64)."""
+    (int64), min-p (float32), seed and position (int64). Raises TypeError for tensors of other kinds or lengths."""
     logits, raw = dense(logits), dense(raw)
+    if raw.shape != logits.shape:
+        raise TypeError(f"logits {tuple(logits.shape)} made of {tuple(raw.shape)}")
     ids, states = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.int8)
     own = [raw.data_ptr(), 4 * raw.stride(0), ids.data_ptr(), states.data_ptr()]
-    for setting in settings:
+    for setting, kind in zip(settings, _KINDS, strict=True):
+        if setting.dtype is not kind or len(setting) != len(logits):
+            raise TypeError(f"{len(setting)} settings of {setting.dtype} for {len(logits)} rows that take {kind}")
         own += [setting.data_ptr(), setting.stride(0) * setting.element_size()]
     deal(_sample.address, threads, len(logits), logits, own)
     return ids, states

@@ -57,7 +57,7 @@ class CompiledLayers:
         from engine.kernels import int8, program, rows  # compile at import, so only where they run
 
         self._int8, self._rows, self._program = int8, rows, program.Program
-        self._model, self._attention = model, attention
+        self._model, self.attention = model, attention
         self._biases = [_bias(layer) for layer in model.layers]
         self._capacity = 0
 
@@ -75,7 +75,7 @@ class CompiledLayers:
             "positions": positions.data_ptr(),
             "writes": metadata.writes.data_ptr(),
         }
-        self.program.run(values | self._attention.values(metadata))
+        self.program.run(values | self.attention.values(metadata))
         return self._stream[:count] + self._delta[:count]
 
     def _build(self, capacity: int) -> None:
@@ -97,7 +97,7 @@ class CompiledLayers:
 
     def _layer(self, index: int, layer: Layer) -> list[Call]:
         """As `Layer.__call__`, but that a norm adds what the product before it gave."""
-        attention, heads = self._attention, self._heads
+        attention, heads = self.attention, self._heads
         attend = attention.call(heads.data_ptr(), 4 * heads.shape[1], self._mixed.data_ptr(), index)
         return [
             self._norm(layer.before, self._delta if index else None),
@@ -131,7 +131,7 @@ class CompiledLayers:
             query.eps.data_ptr() if isinstance(query, CompiledRmsNorm) else 0,
         )
         tables = rope.cos.data_ptr(), rope.sin.data_ptr()
-        pool = self._attention.pool(index)
+        pool = self.attention.pool(index)
         return self._rows.heads_call("rows", "share", found, self._heads.data_ptr(), tables, pool)
 
     def _product(self, linear: AnyLinear, x: Tensor, out: Tensor) -> list[Call]:

@@ -203,7 +203,7 @@ class Llama:
         """Hidden rows [n, hidden] of token `ids` at `positions`, both int64 [n], before the last norm."""
         x = functional.embedding(ids, self._embedding)
         if self._fits and isinstance(attention, CompiledAttention):
-            if self._compiled is None:
+            if self._compiled is None or self._compiled.attention is not attention:
                 self._compiled = CompiledLayers(self, attention)
             return self._compiled(x, positions, metadata)
         x = x.to(self.precision.residual)
