@@ -17,6 +17,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.priority import prompt
 from engine.config import EngineConfig, Manifest
 from engine.parallel.ranks import RankGroupFailed
 from engine.parallel.step_link import LinkedRanks, StepListener, dial
@@ -55,6 +56,7 @@ class RankActor:
         key: bytes,
         rendezvous: str | None,
     ) -> None:
+        prompt()  # before torch starts its threads
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch loads libgomp, which the next line does
         from engine.execution.rank import rank_main
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from cluster.priority import patient
 from serve_app.ray_flags import KEEP_ALIVE_SECONDS, set_flags
 from serve_app.settings import Settings, SettingsError, load, parse_arguments
 from serve_app.supervision import supervised
@@ -109,6 +110,7 @@ def _serve(settings: Settings, began: float) -> int:
         return 0
     deployed: list[str] = []
     directory = set_flags(settings) if settings.graph.address is None else None  # before anything imports ray
+    patient()  # and so is what Ray starts; whoever makes steps takes it back
     try:
         startup = _start_ray(startup)
         _stop_on_signals(stop)  # ray.init put a handler of its own for SIGTERM

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray import serve
 
+from cluster.priority import prompt
 from cluster.rank_actors import RankActors, RankPlacement
 from cluster.telemetry_hub import Reporter
 from engine.engine import Engine
@@ -32,6 +33,7 @@ class EngineReplica:
     """One model copy. Stays healthy for Serve while its ranks are rebuilt, for at most `graph.rebuild_seconds`."""
 
     async def __init__(self, startup: Startup) -> None:  # type: ignore[misc] # Serve awaits it
+        prompt()  # this loop, and the scheduler's thread below
         graph, server = startup.settings.graph, startup.settings.server
         self._groups: Groups
         self._rebuild_seconds = graph.rebuild_seconds

@@ -35,6 +35,7 @@ def set_flags(settings: Settings) -> Path | None:
     directory: Path | None = None
     flags = {
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # Ray's 15 lets every other program on the machine push the model aside
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1.0",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 * 2**20),
