@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -182,3 +183,14 @@ def test_ids_that_are_not_there_are_refused() -> None:
     for target in (-1, 10):
         with pytest.raises(IndexError):
             score_prompt(torch.zeros(1, 10), torch.tensor([target]), 0)
+
+
+def test_tensors_that_compiled_code_would_misread_are_refused() -> None:
+    rows = rows_of(parameters(2, np.random.default_rng(5)), 10)
+    for logits in (torch.zeros(2, 10, dtype=torch.float64), torch.zeros(3, 10)):
+        with pytest.raises(TypeError):
+            sample(logits, rows)
+    with pytest.raises(TypeError):
+        sample(torch.zeros(2, 10), replace(rows, top_k=rows.top_k.int()))
+    with pytest.raises(TypeError):
+        score_prompt(torch.zeros(1, 10, dtype=torch.bfloat16), torch.tensor([1]), 0)
