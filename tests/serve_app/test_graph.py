@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,6 +112,27 @@ def test_only_ranks_load_torch(graph: Graph) -> None:
         assert not any(map(loads_torch, pids)), name
     (rank,) = graph.pids("RankActor")
     assert loads_torch(rank)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no such policies")
+def test_the_model_waits_for_nobody(graph: Graph) -> None:
+    """Ray would run its workers 15 steps nicer than whoever started it."""
+
+    def policies(name: str) -> set[int]:
+        (pid,) = graph.pids(name)
+        found: set[int] = set()
+        for entry in (Path("/proc") / str(pid) / "task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                assert os.getpriority(os.PRIO_PROCESS, int(entry.name)) == os.getpriority(os.PRIO_PROCESS, 0)
+                found.add(os.sched_getscheduler(int(entry.name)))
+        return found
+
+    for name in ("RankActor", "Engine"):
+        assert os.SCHED_OTHER in policies(name), name
+    (rank,) = graph.pids("RankActor")
+    assert os.sched_getscheduler(rank) == os.SCHED_OTHER, "its main thread computes"
+    for name in ("TelemetryHub", "gcs_server"):
+        assert policies(name) == {os.SCHED_BATCH}, name
 
 
 def test_it_listens_where_it_was_told(graph: Graph) -> None:
