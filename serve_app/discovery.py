@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -67,10 +67,10 @@ class ModelFacts:
     def known_as(self, name: str) -> bool:
         return bool(name) and (name == self.identifier or name in self.aliases)
 
-    def in_force(self, reported: Mapping[str, str]) -> ModelFacts:
-        """The same with what "auto" came to, and the context that the KV pool holds, from the engine's report."""
-        known = {name: reported[name] for name in IN_FORCE if name in reported}
-        context = min(self.context, int(reported.get("context", self.context)))
+    def in_force(self, engines: Sequence[Mapping[str, str]]) -> ModelFacts:
+        """The same with what "auto" came to, and the context that every KV pool holds, from the engines' reports."""
+        known = {name: engines[0][name] for name in IN_FORCE if name in engines[0]}
+        context = min([self.context, *(int(reported["context"]) for reported in engines if "context" in reported)])
         return replace(self, context=context, modes={**self.modes, **known})
 
 

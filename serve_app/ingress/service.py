@@ -87,11 +87,11 @@ class Service:
         """Asked once, when an engine has told what it runs with; from then on it stays. Raises Unavailable."""
         if self._identity is None:
             snapshot = await self.cluster.snapshot()
-            engines = sorted(report["process"] for report in snapshot["processes"] if report["kind"] == "engine")
+            reports = (report for report in snapshot["processes"] if report["kind"] == "engine")
+            engines = [report["facts"] for report in sorted(reports, key=lambda report: report["process"])]
             if not engines:
                 raise Unavailable("the model is not running yet")
-            reported = next(report["facts"] for report in snapshot["processes"] if report["process"] == engines[0])
-            self._identity = Identity(snapshot["instance"], snapshot["created"], self.facts.in_force(reported))
+            self._identity = Identity(snapshot["instance"], snapshot["created"], self.facts.in_force(engines))
         return self._identity
 
     def open(self) -> None:

@@ -98,6 +98,12 @@ def test_flare_object_holds_every_field() -> None:
     }
 
 
+def test_the_context_is_what_every_engine_holds() -> None:
+    engines = [{"context": "4000", "device": "cpu"}, {"context": "3000", "device": "cuda"}]
+    assert (FACTS.in_force(engines).context, FACTS.in_force(engines).modes["device"]) == (3000, "cpu")
+    assert FACTS.in_force([{"context": "9000"}]).context == FACTS.in_force([{}]).context == 4096
+
+
 def test_flare_object_follows_the_settings() -> None:
     shown = flare_object(FACTS)
     assert (shown["vocab_size"], shown["max_top_logprobs"]) == (1000, 20)
