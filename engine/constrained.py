@@ -101,10 +101,12 @@ class ConstrainedDecoding:
         self._called = False
         self._endless = _without(_all(grammars.vocab_size), self._eos)
         self._endings = Endings(tokens, self._may_begin)
+        self._sources: dict[tuple[Pattern, ...], str] = {}
         self._opener: GrammarMatcher | None = None
         self._answer: GrammarMatcher | None = grammars.matcher(constraint)
         if syntax is not None:
             self._begin(syntax)
+            self._barred(syntax)  # looks through the vocabulary, the first time: not under the first token
 
     @property
     def finished(self) -> bool:
@@ -178,10 +180,9 @@ class ConstrainedDecoding:
         if not text:
             return True
         tokens = self._grammars.encode(text)
-        if ending.due and self._grammars.matcher(self._constraint).advance_all(tokens):
+        if ending.due and self._grammars.matcher(self._constraint).takes(tokens):
             return True
-        openers = ending.openers
-        return bool(openers) and self._grammars.lark(_lark(openers, _controls(self._tokens))).advance_all(tokens)
+        return bool(ending.openers) and self._opening(ending.openers).takes(tokens)
 
     def _begin(self, syntax: StructuredSyntax) -> None:
         """An answer, or what may stand instead of it, may start with the next token."""
@@ -193,7 +194,14 @@ class ConstrainedDecoding:
         if syntax.due or syntax.phase == "answer":  # which the delimiter's own token may have begun
             self._answer = self._grammars.matcher(self._constraint)
         if syntax.openers:
-            self._opener = self._grammars.lark(_lark(syntax.openers, _controls(self._tokens)))
+            self._opener = self._opening(syntax.openers)
+
+    def _opening(self, openers: tuple[Pattern, ...]) -> GrammarMatcher:
+        """A matcher of what begins with one of `openers`."""
+        source = self._sources.get(openers)
+        if source is None:
+            source = self._sources[openers] = _lark(openers, _controls(self._tokens))
+        return self._grammars.lark(source)
 
     def _catch_up(self, text: str) -> None:
         """Text behind the delimiter, in the delimiter's own token, belongs to what begins."""

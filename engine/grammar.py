@@ -108,6 +108,10 @@ class GrammarMatcher:
         self._mask = None
         return bool(self._native.consume_tokens(list(tokens))) and any(self.mask()) and not self._native.is_error()
 
+    def takes(self, tokens: Sequence[int]) -> bool:
+        """Whether all of several tokens could come next. Works out no mask, so it costs microseconds."""
+        return int(self._native.validate_tokens(list(tokens))) == len(tokens)
+
     def allows(self, token: int) -> bool:
         mask = self.mask()
         return 0 <= token < 8 * len(mask) and bool(mask[token // 8] >> (token % 8) & 1)
