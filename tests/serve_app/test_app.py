@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from serve_app import app, room
 from serve_app.ingress.families import FAMILIES
 from serve_app.preparation import prepare
 from serve_app.preprocessor import PreprocessorReplica
-from serve_app.ray_flags import set_flags
+from serve_app.ray_flags import LONGEST_SOCKET_PATH, SOCKET_DEPTH, haproxy_directory, set_flags
 from serve_app.settings import SettingsError, load
 from serve_app.startup import Startup, start
 from tests.support.scripted import script, turn
@@ -159,6 +160,21 @@ def test_fast_flags_are_set_and_an_operators_own_stay(clean_environment: None) -
     assert os.environ["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "0.5"
     set_flags(load())
     assert os.environ["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"
+
+
+def test_haproxys_sockets_have_paths_that_it_can_bind(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * LONGEST_SOCKET_PATH)
+    deep.mkdir()
+    made = haproxy_directory(str(deep))
+    made.rmdir()
+    assert made.parent == Path("/tmp")
+    assert len(str(made)) + SOCKET_DEPTH <= LONGEST_SOCKET_PATH
+
+
+def test_a_temporary_directory_for_haproxy_that_cannot_be_had_is_told(tmp_path: Path) -> None:
+    made = haproxy_directory("/nowhere")
+    made.rmdir()
+    assert made.parent == Path("/tmp")
 
 
 def test_whoever_lowers_prepares_for_constraints_at_its_start(source: Startup, monkeypatch: pytest.MonkeyPatch) -> None:
