@@ -9,6 +9,7 @@ A row's operations and their order are the same in every tile, so its result doe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,6 @@ from engine.kernels.program import KERNEL
 
 _AHEAD = 8192
 """Bytes before they are used that weights are asked for: the processor itself doesn't look beyond a page."""
-_STREAMED = 2
-"""Rows up to which a product waits for memory rather than for arithmetic."""
 FINE = 254
 """Units of an activation's low byte in one of its high byte: half a unit is left over, and 127 units say it."""
 
@@ -35,22 +34,28 @@ class _Emitter(Emitter):
         dot = ir.FunctionType(INTS, [INTS, INTS, INTS])
         self._dot = cgutils.get_or_insert_function(builder.module, dot, "llvm.x86.avx512.vpdpbusd.512")
 
-    def codes(self, address: Any, steps: int, nibbles: bool) -> list[Any]:
-        """The group's codes, a vector of 16 outputs by 4 inputs a step. Nibbles: step i and step i + steps / 2 share a
-        byte, the earlier one below."""
+    def codes(self, address: Any, steps: int, nibbles: bool) -> Iterator[tuple[int, Any]]:
+        """The group's codes, for each step a vector of 16 outputs by 4 inputs. Nibbles: step i and step i + steps / 2
+        share a byte, the earlier one below."""
         if not nibbles:
-            return [self.load(self.plus(address, 64 * step), INTS, 64) for step in range(steps)]
+            for step in range(steps):
+                yield step, self.load(self.plus(address, 64 * step), INTS, 64)
+            return
         mask, four = ir.Constant(INTS, [0x0F0F0F0F] * LANES), ir.Constant(INTS, [4] * LANES)
-        pairs = [self.load(self.plus(address, 64 * step), INTS, 64) for step in range(steps // 2)]
-        high = [self.builder.lshr(pair, four) for pair in pairs]
-        return [self.builder.and_(part, mask) for part in (*pairs, *high)]
+        for step in range(steps // 2):
+            pair = self.load(self.plus(address, 64 * step), INTS, 64)
+            yield step, self.builder.and_(pair, mask)
+            yield step + steps // 2, self.builder.and_(self.builder.lshr(pair, four), mask)
 
-    def dot(self, codes: list[Any], address: Any) -> Any:
-        """float32 [16]: the codes times the activations (int8) at `address`."""
-        total = ir.Constant(INTS, [0] * LANES)
-        for step, vector in enumerate(codes):
-            total = self.builder.call(self._dot, [total, vector, self.spread_at(self.plus(address, 4 * step), I32)])
-        return self.builder.sitofp(total, FLOATS)
+    def dots(self, codes: Any, steps: int, nibbles: bool, activations: list[Any]) -> list[Any]:
+        """float32 [16] for each address in `activations`: the codes times the activations (int8) there. Step by step
+        through all of them, since a sum waits for itself longer than for the processor."""
+        totals = [ir.Constant(INTS, [0] * LANES)] * len(activations)
+        for step, vector in self.codes(codes, steps, nibbles):
+            for index, address in enumerate(activations):
+                factors = self.spread_at(self.plus(address, 4 * step), I32)
+                totals[index] = self.builder.call(self._dot, [totals[index], vector, factors])
+        return [self.builder.sitofp(total, FLOATS) for total in totals]
 
 
 def code_bytes(group: int, nibbles: bool) -> int:
@@ -75,18 +80,18 @@ def tile(rows: int, group: int, nibbles: bool) -> Any:
 
         def add(index: Any, sofar: list[Any]) -> list[Any]:
             here = make.plus(weights, make.times(index, group_bytes(group, nibbles)))
-            if rows <= _STREAMED:
-                make.prefetch(make.plus(here, _AHEAD), group_bytes(group, nibbles) // 64)
-            vectors = make.codes(here, group // 4, nibbles)
+            make.prefetch(make.plus(here, _AHEAD), group_bytes(group, nibbles) // 64)
+            highs = [
+                make.plus(activations, make.times(row, number), make.times(index, 2 * group)) for number in range(rows)
+            ]
+            places = [place for high in highs for place in (high, make.plus(high, group))]
+            products = make.dots(here, group // 4, nibbles, places)
             factors = make.plus(here, code_bytes(group, nibbles))
             scale = builder.fpext(make.load(factors, HALVES, 32), FLOATS)
             zero = builder.fpext(make.load(make.plus(factors, 2 * LANES), HALVES, 32), FLOATS)
             totals = []
             for number in range(rows):
-                shift = make.times(row, number)
-                high = make.plus(activations, shift, make.times(index, 2 * group))
-                low = make.dot(vectors, make.plus(high, group))
-                product = make.fma(low, make.constant(1 / FINE), make.dot(vectors, high))
+                product = make.fma(products[2 * number + 1], make.constant(1 / FINE), products[2 * number])
                 place = make.plus(make.times(index, 4), make.times(make.times(groups, 4), number))
                 step, total = (make.spread_at(make.plus(base, place), FLOAT) for base in (steps, sums))
                 totals.append(make.fma(zero, total, make.fma(builder.fmul(scale, step), product, sofar[number])))
