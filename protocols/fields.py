@@ -309,6 +309,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "repetition_detection": (),
     "logits_processors": ([],),
     "prompt_embeds": (),
+    **dict.fromkeys(("json_schema", "regex", "ebnf"), ()),  # constraints as other servers spell them
 }
 
 

@@ -81,6 +81,16 @@ def json_schema(schema: Mapping[str, Any]) -> Constraint:
     return Constraint("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
 
 
+def any_object(value: Mapping[str, Any], field: str) -> Constraint:
+    """The format `json_object` at `field`; other servers let it have a schema of the object."""
+    schema = value.get("schema")
+    if schema is None:
+        return Constraint("json_object", "")
+    if not isinstance(schema, dict):
+        raise refuse(f"{field}.schema", "must be a JSON Schema object")
+    return json_schema({"type": "object", **schema})
+
+
 def response_format(value: Mapping[str, Any] | None, field: str = "response_format") -> Constraint | None:
     """Chat's response format. `text` and null constrain nothing."""
     if value is None:
@@ -89,7 +99,7 @@ def response_format(value: Mapping[str, Any] | None, field: str = "response_form
         case "text":
             return None
         case "json_object":
-            return Constraint("json_object", "")
+            return any_object(value, field)
         case "json_schema":
             inner = value.get("json_schema")
             if not isinstance(inner, dict):

@@ -25,7 +25,7 @@ from protocols.fields import (
 from protocols.responses.items import Items
 from protocols.responses.schema import ResponsesFields, SchemaFormat
 from protocols.responses.tools import Declared, ToolSet, read_tools
-from protocols.structure import check_constraint, json_schema
+from protocols.structure import any_object, check_constraint, json_schema
 
 LOGPROBS: Final = "message.output_text.logprobs"
 _STATELESS: Final = {
@@ -136,7 +136,7 @@ def _text_format(value: Mapping[str, Any] | None) -> Constraint | None:
         return None
     match value.get("type"):
         case "json_object":
-            return Constraint("json_object", "")
+            return any_object(value, "text.format")
         case "json_schema":
             return json_schema(read(SchemaFormat, value, "text.format").schema_)
     raise refuse("text.format.type", "must be one of 'text', 'json_object' or 'json_schema'")

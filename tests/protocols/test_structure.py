@@ -41,6 +41,7 @@ def test_nothing_is_constrained(body: dict[str, Any]) -> None:
         {"structured_outputs": {"json": json.dumps(SCHEMA)}},
         {"guided_json": SCHEMA},
         {"guided_json": json.dumps(SCHEMA)},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
     ],
 )
 def test_schemas_keep_their_key_order(body: dict[str, Any]) -> None:
@@ -55,6 +56,11 @@ def test_schemas_keep_their_key_order(body: dict[str, Any]) -> None:
         ({"response_format": {"type": "json_object"}}, Constraint("json_object", "")),
         ({"structured_outputs": {"json_object": True}}, Constraint("json_object", "")),
         ({"guided_json_object": True}, Constraint("json_object", "")),
+        ({"response_format": {"type": "json_object", "schema": None}}, Constraint("json_object", "")),
+        (
+            {"response_format": {"type": "json_object", "schema": {"required": ["a"]}}},
+            Constraint("json_schema", '{"type":"object","required":["a"]}'),
+        ),
         ({"structured_outputs": {"regex": "a+"}}, Constraint("regex", "a+")),
         ({"guided_regex": "a+"}, Constraint("regex", "a+")),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, Constraint("lark", 'start: "a"')),
@@ -92,6 +98,7 @@ def test_spellings(body: dict[str, Any], expected: Constraint) -> None:
         ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
         ({"guided_json": "{"}, "guided_json"),
+        ({"response_format": {"type": "json_object", "schema": "{}"}}, "response_format.schema"),
         ({"guided_json": "[]"}, "guided_json"),
         ({"guided_choice": [""]}, "guided_choice"),
         ({"guided_regex": 1}, "guided_regex"),

@@ -422,6 +422,8 @@ def test_logprobs_need_the_capability() -> None:
 def test_text_formats() -> None:
     assert request(text={}).constraint is None and request(text={"format": {"type": "text"}}).constraint is None
     assert request(text={"format": {"type": "json_object"}}).constraint == Constraint("json_object", "")
+    described = request(text={"format": {"type": "json_object", "schema": {"required": ["a"]}}}).constraint
+    assert described == Constraint("json_schema", '{"type":"object","required":["a"]}')
     form = {"type": "json_schema", "name": "n", "schema": {"b": 1, "a": 2}, "strict": True}
     assert request(text={"format": form}).constraint == Constraint("json_schema", '{"b":1,"a":2}')
     refused("text.format.type", text={"format": {"type": "grammar"}})
