@@ -313,15 +313,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
 }
 
 
-def respelled(body: Mapping[str, Any], spellings: Mapping[str, str]) -> Mapping[str, Any]:
-    """`body` with limits and stops that it gives by another API's name under this API's own, where that is free.
-    `spellings`: other name → own name."""
-    given = {
-        own: body[other] for other, own in spellings.items() if body.get(other) is not None and body.get(own) is None
-    }
-    return {**body, **given} if given else body
-
-
 def refuse_unsupported(body: Mapping[str, Any], more: Mapping[str, tuple[object, ...]] = {}) -> None:
     """Raises InvalidRequest for a known field that can't be honoured. `more`: the endpoint's own, with the values
     that change nothing."""

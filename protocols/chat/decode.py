@@ -34,7 +34,6 @@ from protocols.chat.schema import (
     ToolFields,
 )
 from protocols.fields import (
-    INT32_MAX,
     Decoded,
     DecodeLimits,
     check_alternatives,
@@ -43,14 +42,12 @@ from protocols.fields import (
     read,
     refuse,
     refuse_unsupported,
-    respelled,
 )
 from protocols.images import image_url
 from protocols.structure import check_constraint
 from protocols.tools import check_choice, check_unique, function_tool
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_SPELLINGS: Final = {"max_output_tokens": "max_tokens", "stop_sequences": "stop"}
 _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -83,7 +80,7 @@ class ChatOptions:
 
 def decode(body: Mapping[str, Any], limits: DecodeLimits) -> Decoded:
     """Raises InvalidRequest for anything malformed, over a limit, unsupported or combined against the rules."""
-    fields = read(ChatFields, respelled(body, _SPELLINGS))
+    fields = read(ChatFields, body)
     refuse_unsupported(body, _UNSUPPORTED)
     if (fields.n or 1) > limits.max_group:
         raise refuse("n", f"must be at most {limits.max_group}, the choices this server can run")
@@ -175,16 +172,11 @@ def _reasoning(fields: ChatFields) -> ReasoningOptions:
         raise refuse(
             "reasoning_effort", f"must be one of {', '.join(EFFORTS)}, or an integer where the model takes one"
         )
-    thinking = fields.thinking
-    enabled = fields.enable_thinking if thinking is None else thinking.type != "disabled"
-    hint = thinking.budget_tokens if thinking is not None and enabled else None
-    budget = fields.thinking_token_budget
     return ReasoningOptions(
-        enabled=effort != "none" if isinstance(effort, str) else enabled,
+        enabled=effort != "none" if isinstance(effort, str) else None,
         effort=None if effort == "none" else effort,
         effort_given="reasoning_effort" in fields.model_fields_set and effort != "none",
-        budget=budget if budget is not None or hint is None else min(hint, INT32_MAX),
-        budget_advisory=budget is None and hint is not None,
+        budget=fields.thinking_token_budget,
     )
 
 

@@ -5,7 +5,7 @@ Messages, parts and tools are validated one by one in `decode`, by their role or
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from protocols.fields import (
     Alternatives,
@@ -20,13 +20,6 @@ from protocols.fields import (
     TokenStopFields,
 )
 from protocols.structure import StructureFields
-
-
-class Thinking(Fields):
-    """The switch as the APIs of several model families have it."""
-
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: PositiveCount | None = None
 
 
 class ChatFields(SamplingFields, TokenStopFields, LogprobFields, StructureFields):
@@ -52,8 +45,6 @@ class ChatFields(SamplingFields, TokenStopFields, LogprobFields, StructureFields
     include_reasoning: bool | None = None
     reasoning_effort: Any = None
     thinking_token_budget: Budget | None = None
-    thinking: Thinking | None = None
-    enable_thinking: bool | None = None
 
 
 class MessageFields(Fields):

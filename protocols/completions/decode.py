@@ -17,15 +17,9 @@ from protocols.fields import (
     read,
     refuse,
     refuse_unsupported,
-    respelled,
 )
 from protocols.structure import check_constraint
 
-_SPELLINGS: Final = {
-    "max_completion_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "stop_sequences": "stop",
-}
 _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "suffix": ("",),
     "tools": ([],),
@@ -56,7 +50,7 @@ class CompletionOptions:
 
 def decode(body: Mapping[str, Any], limits: DecodeLimits) -> Decoded:
     """Raises InvalidRequest for anything malformed, over a limit, unsupported or combined against the rules."""
-    fields = read(CompletionFields, respelled(body, _SPELLINGS))
+    fields = read(CompletionFields, body)
     refuse_unsupported(body, _UNSUPPORTED)
     options = _options(fields)
     n = fields.n or 1

@@ -13,16 +13,7 @@ from engine.types.constraint import Constraint
 from engine.types.conversation import Conversation, ToolCall, ToolChoice
 from engine.types.request import GenerationRequest, ReasoningOptions, TemplateOptions
 from protocols.errors import ThreadUnsupported
-from protocols.fields import (
-    INT32_MAX,
-    Decoded,
-    DecodeLimits,
-    read,
-    refuse,
-    refuse_effort_score,
-    refuse_unsupported,
-    respelled,
-)
+from protocols.fields import INT32_MAX, Decoded, DecodeLimits, read, refuse, refuse_effort_score, refuse_unsupported
 from protocols.messages.history import History, check_context
 from protocols.messages.schema import CreateFields, PromptFields, ToolChoiceField
 from protocols.structure import check_constraint, json_schema
@@ -53,17 +44,12 @@ def check_version(version: str | None) -> None:
 
 def decode(body: Mapping[str, Any], limits: DecodeLimits) -> Decoded:
     """A generation request. Raises InvalidRequest naming the field at fault."""
-    return Decoded(_request(read(CreateFields, _respelled(body)), body, limits), None)
+    return Decoded(_request(read(CreateFields, body), body, limits), None)
 
 
 def decode_count(body: Mapping[str, Any], limits: DecodeLimits) -> Decoded:
     """The same request without generation: `max_tokens` may be missing. Raises InvalidRequest."""
-    return Decoded(_request(read(PromptFields, _respelled(body)), body, limits), None)
-
-
-def _respelled(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    stop = body.get("stop")
-    return respelled({**body, "stop": [stop]} if isinstance(stop, str) else body, {"stop": "stop_sequences"})
+    return Decoded(_request(read(PromptFields, body), body, limits), None)
 
 
 def _request(fields: PromptFields, body: Mapping[str, Any], limits: DecodeLimits) -> GenerationRequest:

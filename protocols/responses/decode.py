@@ -21,7 +21,6 @@ from protocols.fields import (
     refuse,
     refuse_effort_score,
     refuse_unsupported,
-    respelled,
 )
 from protocols.responses.items import Items
 from protocols.responses.schema import ResponsesFields, SchemaFormat
@@ -29,11 +28,6 @@ from protocols.responses.tools import Declared, ToolSet, read_tools
 from protocols.structure import any_object, check_constraint, json_schema
 
 LOGPROBS: Final = "message.output_text.logprobs"
-_SPELLINGS: Final = {
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "stop_sequences": "stop",
-}
 _STATELESS: Final = {
     "store": "responses are not stored: send false or leave it out",
     "previous_response_id": "responses are not stored: send the whole conversation as input",
@@ -59,7 +53,7 @@ class ResponsesOptions:
 
 def decode(body: Mapping[str, Any], limits: DecodeLimits) -> Decoded:
     """Raises InvalidRequest naming the field at fault."""
-    fields = read(ResponsesFields, respelled(body, _SPELLINGS))
+    fields = read(ResponsesFields, body)
     _refuse_state(fields, body)
     tools = read_tools(fields.tools or [])
     stops = fields.stops(fields.stop or [], limits)

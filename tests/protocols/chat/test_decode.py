@@ -298,18 +298,6 @@ def test_observations(body: dict[str, Any], expected: OutputOptions) -> None:
         ({"thinking_token_budget": 1}, ReasoningOptions(budget=1)),
         ({"thinking_token_budget": 2**31 - 1}, ReasoningOptions(budget=2**31 - 1)),
         ({"thinking_token_budget": None}, ReasoningOptions()),
-        ({"enable_thinking": False}, ReasoningOptions(enabled=False)),
-        ({"thinking": {"type": "disabled", "budget_tokens": 9}}, ReasoningOptions(enabled=False)),
-        ({"thinking": {"type": "adaptive"}, "enable_thinking": False}, ReasoningOptions(enabled=True)),
-        (
-            {"thinking": {"type": "enabled", "budget_tokens": 2**40}},
-            ReasoningOptions(enabled=True, budget=2**31 - 1, budget_advisory=True),
-        ),
-        (
-            {"thinking": {"type": "enabled", "budget_tokens": 5}, "thinking_token_budget": 9},
-            ReasoningOptions(enabled=True, budget=9),
-        ),
-        ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, ReasoningOptions(enabled=False)),
     ],
 )
 def test_reasoning(body: dict[str, Any], expected: ReasoningOptions) -> None:
@@ -404,11 +392,6 @@ LONG = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"reasoning_effort": 80.0}, "reasoning_effort"),
-        ({"thinking": {"type": "x"}}, "thinking.type"),
-        ({"thinking": True}, "thinking"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-        ({"enable_thinking": 0}, "enable_thinking"),
-        ({"max_output_tokens": 0}, "max_tokens"),
         ({"reasoning_effort": True}, "reasoning_effort"),
         ({"reasoning_effort": "80"}, "reasoning_effort"),
         ({"reasoning_effort": ["low"]}, "reasoning_effort"),
@@ -454,11 +437,3 @@ def test_any_single_change_of_a_captured_request_is_served_or_refused(name: str)
             decode(changed, LIMITS)
         except ProtocolError as error:
             assert error.status == 400 and error.message, change
-
-
-def test_limits_and_stops_by_the_names_of_other_apis() -> None:
-    assert request(max_output_tokens=3).max_tokens == 3
-    assert request(max_output_tokens=3, max_completion_tokens=4).max_tokens == 4
-    assert request(max_output_tokens=3, max_tokens=4).max_tokens == 4
-    assert request(stop_sequences=["x"]).stops.strings == ("x",)
-    assert request(stop_sequences=["x"], stop="y").stops.strings == ("y",)

@@ -190,9 +190,3 @@ def test_groups_are_bounded() -> None:
     small = DecodeLimits(100, max_group=4)
     assert len(decode({"prompt": ["a", "b"], "n": 2}, small).request.prompts) == 2
     assert "4 choices" in refusal(small, prompt=["a", "b", "c"], n=2).message
-
-
-def test_limits_and_stops_by_the_names_of_other_apis() -> None:
-    assert request(max_output_tokens=3).max_tokens == 3
-    assert request(max_completion_tokens=3, max_tokens=0).max_tokens == 0
-    assert request(stop_sequences=["x"]).stops.strings == ("x",)

@@ -597,9 +597,3 @@ def test_versions() -> None:
     for version in (None, "", "2023-01-01", "2023-06-01, 2023-06-01"):
         with pytest.raises(InvalidRequest, match="anthropic-version"):
             check_version(version)
-
-
-def test_limits_and_stops_by_the_names_of_other_apis() -> None:
-    asked = {"role": "user", "content": "hi"}
-    assert request(asked, stop="x").stops.strings == request(asked, stop=["x"]).stops.strings == ("x",)
-    assert request(asked, stop="x", stop_sequences=["y"]).stops.strings == ("y",)

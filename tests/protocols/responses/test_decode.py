@@ -476,9 +476,3 @@ def test_stops() -> None:
     assert request(stop="x").stops.strings == ("x",)
     assert request(stop_token_ids=[5]).stops.sequences == ((5,),)
     refused("stop", stop=["a"] * 5)
-
-
-def test_limits_and_stops_by_the_names_of_other_apis() -> None:
-    assert request(max_tokens=3).max_tokens == request(max_completion_tokens=3).max_tokens == 3
-    assert request(max_tokens=3, max_output_tokens=4).max_tokens == 4
-    assert request(stop_sequences=["x"]).stops.strings == ("x",)
