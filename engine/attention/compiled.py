@@ -70,6 +70,10 @@ class CompiledAttention:
         """Nothing is kept between steps."""
 
     def prepare(self, batch: Batch) -> CompiledMetadata:
+        """Raises IndexError where a row would be written outside the pool, since a kernel doesn't notice."""
+        places, positions = batch.writes.numpy(), (self._pool.pages + 1) * self._pool.page_tokens
+        if len(places) and not 0 <= places.min() <= places.max() < positions:
+            raise IndexError(f"rows would be written to positions {places.min()} to {places.max()} of {positions}")
         piece = self._piece
         work = [
             (query.offset + at, min(piece, query.count - at), query.start + at, query.slot)

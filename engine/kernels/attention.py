@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from engine.kernels.emitter import FLOAT, FLOATS, I32, INTS, LANES, SHORTS, Emitter
-from engine.kernels.memory import CACHED, pointer
+from engine.kernels.memory import compiled, pointer
 from engine.kernels.program import KERNEL
 
 BLOCK = 2 * LANES
@@ -345,7 +345,7 @@ def _unit(a: Any, number: Any, memory: Any) -> None:
     _finish(a, work, head, places)
 
 
-@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+@compiled(KERNEL)
 def attend(raw: Any, first: Any, last: Any) -> None:
     a = carray(raw, (_ARGUMENTS,), np.int64)
     memory = _scratch()

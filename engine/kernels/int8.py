@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.emitter import FLOATS, I8, INTS, LANES, ROUNDING, Emitter
-from engine.kernels.memory import CACHED
+from engine.kernels.memory import compiled
 from engine.kernels.program import KERNEL, Call, run
 from engine.kernels.tiles import FINE, group_bytes
 from engine.kernels.tiles import multiply as _multiply
@@ -31,6 +31,8 @@ _SHARED_ROWS = 16
 """From this many rows on, threads share the quantising."""
 _CHUNKS = 4
 """Chunks of work a thread."""
+_LEAST = 2.0**-100
+"""A group of inputs no greater than this is zero: 127 units over a number near float32's least would be infinite."""
 
 
 def _round(group: int) -> Any:
@@ -49,7 +51,7 @@ def _round(group: int) -> Any:
 
         most = make.fold(reduce(greater, sizes), greater)
         top = builder.bitcast(most, FLOATS)
-        some = builder.icmp_signed(">", most, ir.Constant(INTS, [0] * LANES))
+        some = builder.fcmp_unordered(">", top, make.constant(_LEAST))  # or NaN
         inverse = builder.select(some, builder.fdiv(make.constant(127.0), top), make.constant(0.0))
         sums = []
         for first, part in zip(range(0, group, LANES), parts, strict=True):
@@ -77,7 +79,7 @@ def _round(group: int) -> Any:
 _round_fine, _round_coarse = _round(16), _round(32)
 
 
-@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+@compiled(KERNEL)
 def _quantise(raw: Any, first: Any, last: Any) -> None:
     """Arguments: chunk, rows, groups, group, float32 input, int8 activations [rows, groups, high and low, group],
     steps, sums."""

@@ -1,42 +1,72 @@
-"""What compiled functions need beside arithmetic: addresses and bits as numbers, and a counter that threads share."""
+"""What compiled functions need beside arithmetic: addresses and bits as numbers, a counter that threads share.
+
+Also keeps them from one process to the next.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import config, types
+from numba import cfunc, config, types
 from numba.extending import intrinsic
 
 from engine.kernels.emitter import ROUNDING
+
+log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 
 
 def _keep() -> bool:
-    """Has numba keep what it compiles beside the sources, else in the user's cache; False where neither can be written.
-    The place is named by all sources of this folder: numba itself looks at the changes of one file alone."""
+    """Has numba keep what it compiles where the user says (NUMBA_CACHE_DIR), else beside the sources, else in the
+    user's cache; False where none can be written. The place is named by all sources of this folder: numba itself looks
+    at the changes of one file alone."""
     digest = sha256()
     for path in sorted(_HERE.glob("*.py")):
         digest.update(path.read_bytes())
-    for place in (_HERE / "__pycache__", Path(os.path.expanduser("~"), ".cache", "flare")):
+    usual = _HERE / "__pycache__", Path(os.path.expanduser("~"), ".cache", "flare")
+    for place in (Path(config.CACHE_DIR),) if config.CACHE_DIR else usual:
         folder = place / f"kernels-{digest.hexdigest()[:16]}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
             continue
         if os.access(folder, os.W_OK):
-            config.CACHE_DIR = config.CACHE_DIR or str(folder)
+            config.CACHE_DIR = str(folder)
             return True
-    return bool(config.CACHE_DIR)
+    return False
 
 
-CACHED = _keep()
-"""Whether compiled functions can be kept from one process to the next."""
+_CACHED = _keep()
+
+
+def compiled(signature: Any, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """`numba.cfunc` that keeps its result, or takes what was kept. Where that is damaged or the disk is full, it
+    compiles for this process alone and removes what was kept, so that the next one keeps it anew."""
+
+    def compile(function: Callable[..., None]) -> Any:
+        name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+        try:
+            return cfunc(signature, cache=_CACHED, **options)(function)
+        except (
+            Exception
+        ) as error:  # a damaged file may raise anything, and what is wrong with the function does so again
+            if not _CACHED:
+                raise
+            log.warning("%s is compiled, since it can't be kept or read: %s: %s", name, type(error).__name__, error)
+        for path in Path(config.CACHE_DIR).rglob(f"{name}-*.nb?"):
+            path.unlink(missing_ok=True)
+        return cfunc(signature, **options)(function)
+
+    return compile
+
 
 ROUND = np.float32(ROUNDING)
 """Added and subtracted again it has rounded, as vector code."""

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from torch import Tensor
 
-from engine.kernels.memory import CACHED, address, pointer, take
+from engine.kernels.memory import address, compiled, pointer, take
 from engine.kernels.ranking import (
     BLOCK,
     LOGITS,
@@ -59,7 +59,7 @@ def _best(row: Any, number: Any) -> None:
     sort(row, count)
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
+@compiled(types.void(types.voidptr))
 def _observe(raw: Any) -> None:
     a = carray(raw, (OWN + 7,), np.int64)
     room, width, picks, natural = room_of(raw, a), a[WIDTH], a[_PICKS], a[_NATURAL]

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from engine.kernels import team
-from engine.kernels.memory import CACHED, pointer, take, tell, told
+from engine.kernels.memory import compiled, pointer, take, tell, told
 
 KERNEL = types.void(types.voidptr, types.int64, types.int64)
 """A kernel: its arguments' address, and the first and one past the last of its units to work on."""
@@ -62,7 +62,7 @@ def _pause(typing: Any) -> Any:
     return types.void(), emit
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
+@compiled(types.void(types.voidptr))
 def _replay(raw: Any) -> None:
     """Arguments: calls, address of their table, of their counters, of the function that gives the core away."""
     a = carray(raw, (4,), np.int64)

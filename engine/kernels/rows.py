@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit
+from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.memory import CACHED, ROUND, float_of, pointer
+from engine.kernels.memory import ROUND, compiled, float_of, pointer
 from engine.kernels.program import KERNEL, Call, run
 
 _ALONE = 1 << 16
@@ -32,7 +32,7 @@ def _normed(x: Any, weight: Any, epsilon: Any, out: Any, width: Any) -> None:
         out[index] = x[index] * inverse * weight[index]
 
 
-@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+@compiled(KERNEL)
 def _norm(raw: Any, first: Any, last: Any) -> None:
     """Arguments: chunk, rows, width, input, weight, output, address of epsilon (float32), what is added to the
     input beforehand, in place (0: nothing)."""
@@ -67,7 +67,7 @@ def _exp(x: Any) -> Any:
     return series * float_of((np.int32(n) + np.int32(127)) << np.int32(23))
 
 
-@cfunc(KERNEL, cache=CACHED, error_model="numpy")  # type: ignore[untyped-decorator]
+@compiled(KERNEL, error_model="numpy")
 def _swiglu(raw: Any, first: Any, last: Any) -> None:
     """Arguments: chunk, rows, width, input of twice the width, output."""
     a = carray(raw, (5,), np.int64)
@@ -98,7 +98,7 @@ def _shortened(bits: Any, out: Any, count: Any) -> None:
         out[index] = 0x7FC0 if (value & 0x7FFFFFFF) > 0x7F800000 else rounded
 
 
-@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+@compiled(KERNEL)
 def _rotate(raw: Any, first: Any, last: Any) -> None:
     """Arguments: chunk, rows, floats of a row, heads, half a head, input and output, cosines, signed sines."""
     a = carray(raw, (8,), np.int64)
@@ -111,7 +111,7 @@ def _rotate(raw: Any, first: Any, last: Any) -> None:
             _rotated(x[head], cos, sin, half)
 
 
-@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+@compiled(KERNEL)
 def _store(raw: Any, first: Any, last: Any) -> None:
     """Arguments: chunk, rows, floats of a row, floats to write, input, positions in the pool, pool."""
     a = carray(raw, (7,), np.int64)
@@ -121,7 +121,7 @@ def _store(raw: Any, first: Any, last: Any) -> None:
         _shortened(bits, carray(pointer(a[6] + 2 * place * a[3]), (a[3],), np.uint16), a[3])
 
 
-@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+@compiled(KERNEL)
 def _heads(raw: Any, first: Any, last: Any) -> None:
     """What lies between the product that gives queries, keys and values, and attention: bias, norms of query and key
     heads, rotation, and storing. Arguments: chunk, rows, heads, key heads, size of a head, rows' floats in

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from torch import Tensor
 
-from engine.kernels.memory import CACHED, address, float_of, pointer, take
+from engine.kernels.memory import address, compiled, float_of, pointer, take
 from engine.kernels.ranking import (
     BLOCK,
     FINITE,
@@ -290,7 +290,7 @@ def _sampled(row: Any, peak: Any, a: Any, number: Any) -> Any:
     return token if token >= 0 else _by_race(row, total, top_p, top_k, min_p, key)
 
 
-@cfunc(types.void(types.voidptr), cache=CACHED)  # type: ignore[untyped-decorator]
+@compiled(types.void(types.voidptr))
 def _sample(raw: Any) -> None:
     a = carray(raw, (_SETTINGS + 12,), np.int64)
     room, width, count = room_of(raw, a), a[WIDTH], a[ROWS]

@@ -30,7 +30,22 @@ def missing() -> str:
         return f"this processor has no {', '.join(lacking)}"
     if importlib.util.find_spec("numba") is None:
         return "numba isn't installed"
-    return "" if _library() else "torch's threads aren't libgomp's"
+    return _uncompilable() or ("" if hasattr(_torch(), "GOMP_parallel") else "torch's threads aren't libgomp's")
+
+
+def _uncompilable() -> str:
+    """Why numba doesn't compile here, or not for this processor; empty when it does. Code for a lesser one that holds
+    our instructions would end the process."""
+    try:
+        numba, registry = importlib.import_module("numba"), importlib.import_module("numba.core.registry")
+    except ImportError as error:
+        return f"numba can't be imported: {error}"
+    if numba.config.DISABLE_JIT:
+        return "numba is told not to compile (NUMBA_DISABLE_JIT)"
+    _, processor, features = registry.cpu_target.target_context.codegen().magic_tuple()
+    if any(f"+{name.replace('_', '')}" not in features.split(",") for name in _NEEDED):
+        return f"numba is told to compile for another processor ({processor} {features})".replace(" )", ")")
+    return ""
 
 
 def run(function: int, threads: int, arguments: ctypes.Array[ctypes.c_int64]) -> None:
@@ -40,11 +55,10 @@ def run(function: int, threads: int, arguments: ctypes.Array[ctypes.c_int64]) ->
 
 
 @cache
-def _library() -> str:
-    """The libgomp that torch has loaded; empty without one."""
-    importlib.import_module("torch")  # loads it
-    found = re.search(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())
-    return found.group(0) if found else ""
+def _torch() -> ctypes.CDLL:
+    """torch's library, through which the functions of the very libgomp that torch uses are found: there may be several
+    in a process."""
+    return ctypes.CDLL(importlib.import_module("torch._C").__file__)
 
 
 @cache
@@ -55,7 +69,7 @@ def give_way() -> int:
 
 @cache
 def _parallel() -> Callable[[int, int, int, int], None]:
-    function = ctypes.CDLL(_library()).GOMP_parallel
+    function = _torch().GOMP_parallel
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     function.restype = None
     return function

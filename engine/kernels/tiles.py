@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.emitter import FLOAT, FLOATS, HALVES, I32, INTS, LANES, Emitter
-from engine.kernels.memory import CACHED
+from engine.kernels.memory import compiled
 from engine.kernels.program import KERNEL
 
 _AHEAD = 8192
@@ -161,7 +161,7 @@ _fine_nibbles, _fine_bytes = _block(16, True), _block(16, False)
 _coarse_nibbles, _coarse_bytes = _block(32, True), _block(32, False)
 
 
-@cfunc(KERNEL, cache=CACHED)  # type: ignore[untyped-decorator]
+@compiled(KERNEL)
 def multiply(raw: Any, first: Any, last: Any) -> None:
     a = carray(raw, (11,), np.int64)
     for number in range(first, last):

@@ -62,8 +62,11 @@ class CompiledLayers:
         self._capacity = 0
 
     def __call__(self, embedded: Tensor, positions: Tensor, metadata: CompiledMetadata) -> Tensor:
-        """What the layers make of rows [n, hidden] at `positions` int64 [n]: float32 [n, hidden]."""
-        count = len(embedded)
+        """What the layers make of rows [n, hidden] at `positions` int64 [n]: float32 [n, hidden]. Raises IndexError for
+        a position that the rotary tables lack, since a kernel doesn't notice."""
+        count, last, context = len(embedded), int(positions.max()), len(self._model.rope.cos)
+        if last >= context:
+            raise IndexError(f"position {last} is outside the context of {context} tokens")
         if count > self._capacity:
             self._build(max(_LEAST_ROWS, 1 << (count - 1).bit_length()))
         self._stream[:count].copy_(embedded)

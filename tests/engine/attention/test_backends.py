@@ -211,6 +211,19 @@ def test_what_pages_held_before_is_never_seen_and_what_is_broken_is(name: str) -
     assert torch.isnan(broken[7:]).all()
 
 
+def test_nothing_is_written_outside_the_pool() -> None:
+    needs = needed("compiled", NEEDS)
+    pool = filled(needs)
+    backend = choose("compiled", needs, pool)
+    step = batch([(0, 21)], pool)
+    for place in (-1, 201 * 16):
+        step.writes[4] = place
+        with pytest.raises(IndexError, match=f"{place}.* of 3216"):
+            backend.prepare(step)
+    step.writes[4] = 201 * 16 - 1
+    backend.prepare(step)
+
+
 def test_compiled_attention_is_the_same_on_any_threads_and_with_every_group() -> None:
     """Heads a key head: tiles of every size, and pieces of chunks that no tile divides."""
     for heads, kv_heads, head_dim in ((6, 6, 32), (6, 3, 96), (9, 3, 64), (5, 1, 128), (32, 1, 256)):

@@ -78,6 +78,17 @@ def test_rows_of_zeros_and_views() -> None:
     assert int8.multiply(x[:0, :WIDTH], matrix).shape == (0, 16)
 
 
+def test_groups_of_next_to_nothing_are_zero() -> None:
+    """Steps of numbers near float32's least have no inverse: gates far below zero make such numbers."""
+    matrix, values = weights(32, 4, 16)
+    x = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(3))
+    for power in range(-149, 0):
+        x[:, :32] = 2.0**power
+        found = int8.multiply(x, matrix)
+        near = x.double() @ values.t()
+        assert torch.allclose(found.double(), near, atol=0.01 * float(near.abs().max())), power
+
+
 def test_what_is_not_finite_stays_seen() -> None:
     """A broken activation must not become a number that looks right."""
     matrix, _ = weights(32, 4, 16)

@@ -125,3 +125,20 @@ def test_a_model_with_another_matrix_runs_layer_by_layer() -> None:
     found = model({"o_proj": ()}, ())
     assert not compilable(found)
     assert all(torch.isfinite(part).all() for part in steps(found))
+
+
+@pytest.mark.skipif(bool(team.missing()), reason=team.missing())
+def test_positions_beyond_the_context_are_refused() -> None:
+    found = model({}, ())
+    needs = Needs("cpu", torch.bfloat16, found.heads, found.kv_heads, found.head_dim, 3, 16, True)
+    pool = KvPool(30, needs, CPU)
+    attention = choose("compiled", needs, pool)
+    tables = np.arange(30, dtype=np.int32).reshape(1, 30)
+    for position in (399, 400):
+        step = Batch([Query(0, position, 1, 0)], 1, tables, torch.from_numpy(tables), torch.tensor([position]))
+        metadata = attention.prepare(step)
+        if position < 400:
+            found.forward(torch.tensor([1]), torch.tensor([position]), attention, metadata)
+        else:
+            with pytest.raises(IndexError, match="position 400 is outside the context of 400 tokens"):
+                found.forward(torch.tensor([1]), torch.tensor([position]), attention, metadata)
