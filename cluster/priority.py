@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 
 def patient() -> None:
@@ -17,12 +18,20 @@ def patient() -> None:
 
 
 def prompt() -> None:
-    """The calling thread and what it starts run as soon as they wake: for those that a step waits for."""
+    """The calling thread and what it starts run as soon as they wake."""
     _set("SCHED_OTHER")
 
 
-def _set(policy: str) -> None:
+def prompt_process() -> None:
+    """All threads of this process and what they start: for processes that requests pass through."""
+    prompt()
+    with contextlib.suppress(FileNotFoundError):  # no such system
+        for entry in Path("/proc/self/task").iterdir():
+            _set("SCHED_OTHER", int(entry.name))
+
+
+def _set(policy: str, thread: int = 0) -> None:
     number = getattr(os, policy, None)
     if number is not None:
-        with contextlib.suppress(OSError):  # a sandbox that has no such policy: everything works without
-            os.sched_setscheduler(0, number, os.sched_param(0))
+        with contextlib.suppress(OSError):  # a sandbox without such policies, a thread that has ended
+            os.sched_setscheduler(thread, number, os.sched_param(0))

@@ -110,7 +110,7 @@ def _serve(settings: Settings, began: float) -> int:
         return 0
     deployed: list[str] = []
     directory = set_flags(settings) if settings.graph.address is None else None  # before anything imports ray
-    patient()  # and so is what Ray starts; whoever makes steps takes it back
+    patient()  # and so is what Ray starts; whoever serves requests takes it back
     try:
         startup = _start_ray(startup)
         _stop_on_signals(stop)  # ray.init put a handler of its own for SIGTERM

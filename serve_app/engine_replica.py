@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.priority import prompt
+from cluster.priority import prompt_process
 from cluster.rank_actors import RankActors, RankPlacement
 from cluster.telemetry_hub import Reporter
 from engine.engine import Engine
@@ -33,7 +33,7 @@ class EngineReplica:
     """One model copy. Stays healthy for Serve while its ranks are rebuilt, for at most `graph.rebuild_seconds`."""
 
     async def __init__(self, startup: Startup) -> None:  # type: ignore[misc] # Serve awaits it
-        prompt()  # this loop, and the scheduler's thread below
+        prompt_process()
         graph, server = startup.settings.graph, startup.settings.server
         self._groups: Groups
         self._rebuild_seconds = graph.rebuild_seconds

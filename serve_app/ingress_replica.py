@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray import serve
 
+from cluster.priority import prompt_process
 from cluster.telemetry_hub import Reporter
 from serve_app.engine_client import EngineClient
 from serve_app.handles import Cluster, EngineCaller, RemoteHandle
@@ -31,6 +32,7 @@ class IngressReplica:
     `preprocessor`, requests are lowered here."""
 
     async def __init__(self, startup: Startup, families: tuple[str, ...], engine: Any, preprocessor: Any) -> None:  # type: ignore[misc] # Serve awaits it
+        prompt_process()
         graph = startup.settings.graph
         engine_handle = _handle(engine)
         self._client = EngineClient(

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from cluster.priority import prompt_process
 from engine.text.lowering import Lowering
 from engine.types.request import GenerationRequest, PreparedRequest, RequestError
 from protocols.errors import Unavailable
@@ -55,6 +56,7 @@ class PreprocessorReplica:
     """The deployment. `engine` is only bound below it (see `serve_app.app`)."""
 
     def __init__(self, startup: Startup, engine: Any = None) -> None:
+        prompt_process()
         self._local = LocalPreprocessor(startup.lowering(warm=True), startup.settings.graph.workers)
 
     async def prepare(self, request: GenerationRequest) -> Answer:

@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import os, subprocess, sys, threading
-from cluster.priority import patient, prompt
+from cluster.priority import patient, prompt, prompt_process
 found = []
 def note():
     found.append(os.sched_getscheduler(0))
@@ -26,6 +26,11 @@ found.append(int(subprocess.run([sys.executable, "-c", child], capture_output=Tr
 prompt()
 note()
 thread()
+patient()
+other = threading.Thread(target=prompt_process)
+other.start()
+other.join()
+note()
 print(*found)
 """
 
@@ -34,4 +39,4 @@ print(*found)
 def test_what_a_thread_starts_has_its_policy() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     batch, other = str(os.SCHED_BATCH), str(os.SCHED_OTHER)
-    assert done.stdout.split() == [batch, batch, batch, other, other]
+    assert done.stdout.split() == [batch, batch, batch, other, other, other]

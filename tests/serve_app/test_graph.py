@@ -127,8 +127,9 @@ def test_the_model_waits_for_nobody(graph: Graph) -> None:
                 found.add(os.sched_getscheduler(int(entry.name)))
         return found
 
-    for name in ("RankActor", "Engine"):
-        assert os.SCHED_OTHER in policies(name), name
+    for name in ("Engine", "Ingress"):
+        assert policies(name) == {os.SCHED_OTHER}, name
+    policies("RankActor")
     (rank,) = graph.pids("RankActor")
     assert os.sched_getscheduler(rank) == os.SCHED_OTHER, "its main thread computes"
     for name in ("TelemetryHub", "gcs_server"):
