@@ -55,9 +55,8 @@ def compiled(signature: Any, **options: Any) -> Callable[[Callable[..., None]], 
         name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
         try:
             return cfunc(signature, cache=_CACHED, **options)(function)
-        except (
-            Exception
-        ) as error:  # a damaged file may raise anything, and what is wrong with the function does so again
+        except Exception as error:
+            # A damaged file may raise anything; what is wrong with the function itself will do so again below.
             if not _CACHED:
                 raise
             log.warning("%s is compiled, since it can't be kept or read: %s: %s", name, type(error).__name__, error)
