@@ -192,7 +192,8 @@ def _wait_until_running(wanted: list[Target], stop: threading.Event, room: RoomW
     look = time.monotonic() + (0.0 if room.lacking else LOOK_SECONDS)
     while not stop.is_set():
         if time.monotonic() >= look:
-            room.tell()
+            if room.waiting:
+                room.tell()
             look += LOOK_SECONDS
         status = serve.status().applications
         states = [status[target.name] for target in wanted if target.name in status]

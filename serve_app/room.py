@@ -55,6 +55,7 @@ class RoomWatch:
 
     def __init__(self, startup: Startup) -> None:
         self._asked = asked(startup.settings, gpus=startup.device == "cuda")
+        self._joined = startup.settings.graph.address is not None
         self._said = ""
 
     @property
@@ -62,6 +63,12 @@ class RoomWatch:
         """The cluster as it is can't hold the graph, even when nothing else runs in it."""
         total = _total()
         return any(amount > total[name] + 1e-6 for name, amount in self._asked.items())
+
+    @property
+    def waiting(self) -> bool:
+        """A graph that takes long to run may be waiting for room: in a cluster of our own, where nothing else runs,
+        only if it is lacking; else what takes long is loading."""
+        return self._joined or self.lacking
 
     def tell(self) -> None:
         """Logs what is asked for and what there is, unless that was the last thing said."""

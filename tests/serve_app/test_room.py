@@ -66,6 +66,13 @@ def test_what_is_asked_and_what_there_is_is_said_once_per_change(cluster: FakeCl
     assert not watching.lacking
 
 
+def test_a_slow_start_in_a_cluster_of_our_own_with_room_is_no_waiting_for_it(cluster: FakeCluster) -> None:
+    cluster.total, cluster.free = {"CPU": 16.0}, {"CPU": 7.7}  # the graph's own 8.3 are taken
+    assert not watch().waiting
+    assert watch(address="auto").waiting
+    assert watch("cuda").waiting
+
+
 def test_gpus_are_asked_for_where_ranks_run_on_them(cluster: FakeCluster) -> None:
     cluster.total = cluster.free = {"CPU": 64.0, "GPU": 3.0}
     watching = watch("cuda", tensor_parallel="2")
