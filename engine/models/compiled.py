@@ -1,7 +1,7 @@
 """A decoder's layers as one program of compiled calls, for quantised models on the CPU.
 
-The same kernels as the layers call one by one, in the same order, on buffers that stay: nothing between them but a
-barrier. Only for a rank that is alone, since ranks add up their parts within a layer.
+The same kernels as the layers call one by one, in the same order, on buffers that stay, without Python between them.
+Only for a rank that is alone, since ranks add up their parts within a layer.
 """
 
 from __future__ import annotations
